@@ -1,0 +1,985 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "tqdm"]
+# ///
+"""Data-parallel training in PyTorch, in one file: one CPU, one GPU, many GPUs, many machines.
+
+    python ddp_train.py                                                 # one process, no process group
+    torchrun --standalone --nproc_per_node=4 ddp_train.py               # 4 processes: NCCL on GPUs, gloo on CPUs
+    torchrun --nnodes=2 --nproc_per_node=4 --node_rank=R --master_addr=A --master_port=29500 ddp_train.py
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_id=J --rdzv_backend=c10d --rdzv_endpoint=A:29500 ddp_train.py
+    python ddp_train.py --spawn 4                                       # no launcher
+    MASTER_ADDR=A NNODES=2 ./run_multi_node.sh                          # hosts without DNS, Slurm
+
+The way through: arguments, init_distributed, data, model, preflight, DDP, resume, train, evaluate, save, leave.
+To use it for something else, replace the two blocks MODEL and DATA. Start it again, and it goes on where it was.
+"""
+import argparse
+import contextlib
+import datetime
+import fcntl
+import gc
+import io
+import json
+import math
+import mmap
+import os
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+# ---- MODEL: replace this block. The rest knows `model(x)` and `loss_fn(output, target)`, a mean over all elements. ----
+class Block(nn.Module):
+    def __init__(self, dim, heads, dropout):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj, self.drop = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout * self.training, is_causal=True)
+        x = x + self.drop(self.proj(y.transpose(1, 2).reshape(b, t, c)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class ByteTransformer(nn.Module):
+    """Bytes (batch, time) int64 → logits of the next byte (batch, time, 256)."""
+
+    def __init__(self, layers=2, heads=4, dim=128, seq_len=128, dropout=0.0):
+        super().__init__()
+        self.embed, self.position, self.drop = nn.Embedding(256, dim), nn.Embedding(seq_len, dim), nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*[Block(dim, heads, dropout) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256)
+        for embedding in (self.embed, self.position):  # torch's default of 1 drowns what the blocks add to it
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x):
+        x = self.drop(self.embed(x) + self.position.weight[: x.shape[1]])
+        return self.head(self.norm(self.blocks(x)))
+
+
+def build_model(args):
+    return ByteTransformer(args.layers, args.heads, args.dim, args.seq_len, args.dropout)
+
+
+def loss_fn(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+# ---- DATA: replace this block. The rest knows a map-style Dataset of (x, target); its `__getitems__` (a batch at ----
+# ---- once), `collate` and `fingerprint` (compared between the ranks) are optional.                            ----
+class ByteDataset(Dataset):
+    """Sample i is (x, y), both int64 (seq_len,): the i-th window of `data`, uint8, and the same one byte on."""
+
+    def __init__(self, data, seq_len, fingerprint=None):
+        self.windows, self.fingerprint = data.unfold(0, seq_len + 1, seq_len), fingerprint  # a view, not a copy
+
+    def __len__(self):
+        return len(self.windows)
+
+    def __getitem__(self, i):
+        return self.windows[i, :-1].long(), self.windows[i, 1:].long()
+
+    def __getitems__(self, indices):  # the DataLoader fetches a whole batch in one gather
+        return self.windows[torch.tensor(indices)].long()
+
+    @staticmethod
+    def collate(rows):
+        return rows[:, :-1], rows[:, 1:]
+
+
+def load_data(path, seq_len):
+    """The training and the held-out (last 5 %) ByteDataset of a file, a folder or, without a path, Python's library.
+
+    A file is mapped: all processes of a machine share its pages. A folder is read into each process.
+    """
+    where = Path(path or sysconfig.get_paths()["stdlib"])
+    try:
+        if where.is_dir():
+            files = where.rglob("*") if path else where.glob("*.py")
+            buffer = bytearray(b"".join(f.read_bytes() for f in sorted(files) if f.is_file()))
+        else:
+            with open(where, "rb") as f:  # ACCESS_COPY: torch wants to be able to write; nothing is written
+                buffer = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) if os.fstat(f.fileno()).st_size else b""
+    except OSError as e:
+        raise UserError(f"--data {where}: {e.strerror}") from e
+    held_out = max(len(buffer) // 20, seq_len + 1)
+    if len(buffer) - held_out < seq_len + 1:
+        raise UserError(f"--data {where} has {len(buffer)} bytes, {2 * seq_len + 2} are needed: two windows of --seq-len + 1")
+    step = max(1 << 20, len(buffer) // 64)  # up to 64 MiB all of it, of more 64 pieces of 1 MiB
+    crc = 0
+    for i in range(0, len(buffer), step):
+        crc = zlib.crc32(memoryview(buffer)[i : i + (1 << 20)], crc)
+    data = torch.frombuffer(buffer, dtype=torch.uint8)
+    return ByteDataset(data[:-held_out], seq_len, f"{crc:08x}"), ByteDataset(data[-held_out:], seq_len)
+
+
+# ---- ARGUMENTS ----
+class UserError(Exception):
+    """A mistake that its user can mend: reported in one line, without a traceback."""
+
+
+def complain(message):
+    """Print one error line: from local rank 0 where torchrun started all ranks alike, else from the rank that knows."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "LOCAL_WORLD_SIZE" not in os.environ:
+        print(f"ddp_train.py: error: {message}", file=sys.stderr, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        complain(f"{message} (see --help)")
+        raise SystemExit(2)
+
+
+def number(kind, low, high=math.inf, exclusive=True):
+    def parse(text):
+        value = kind(text)
+        if not (value > low or (value == low and not exclusive)) or value >= high:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"{'integer' if kind is int else 'number'} {'>' if exclusive else '>='} {low}" + (
+        f" and < {high}" if high < math.inf else "")
+    return parse
+
+
+def parse_args(argv=None):
+    count, whole = number(int, 0), number(int, 0, exclusive=False)
+    real, share = number(float, 0), number(float, 0, 1, exclusive=False)
+    p = Parser(prog="ddp_train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+               description="Trains a byte-level transformer with data parallelism. Every --option-name may be spelled --option_name.")
+    g = p.add_argument_group("run")
+    g.add_argument("--data", metavar="PATH", help="file or folder to train on (default: the source of Python's own library)", default=argparse.SUPPRESS)
+    g.add_argument("--out", metavar="DIR", default="out", help="folder for checkpoint.pt and metrics.jsonl; a run found there goes on")
+    g.add_argument("--fresh", action="store_true", help="start again; the old run in --out is moved to --out/old-N")
+    g.add_argument("--epochs", type=count, metavar="N", default=1, help="passes over the training data")
+    g.add_argument("--max-steps", type=count, metavar="N", help="optimizer steps, if they end before the epochs do")
+    g.add_argument("--log-every", type=count, metavar="N", default=20, help="steps between two lines of loss and throughput")
+    g.add_argument("--eval-every", type=count, metavar="N", help="steps between two evaluations, besides one after each epoch")
+    g.add_argument("--save-every", type=count, metavar="N", default=100, help="steps between two checkpoints")
+    g.add_argument("--seed", type=whole, metavar="N", default=0, help="seed of weights, order of samples and dropout")
+    g = p.add_argument_group("optimization")
+    g.add_argument("--batch-size", type=count, metavar="N", default=32, help="samples per process and micro-batch")
+    g.add_argument("--accum", type=count, metavar="N", default=1, help="micro-batches per optimizer step (gradient accumulation)")
+    g.add_argument("--lr", type=real, metavar="X", default=2e-3, help="peak learning rate of one process; W processes use W times that")
+    g.add_argument("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="that linear scaling by the world size")
+    g.add_argument("--warmup-steps", type=whole, metavar="N", default=100, help="steps of linear warm-up, before the cosine")
+    g.add_argument("--grad-clip", type=number(float, 0, exclusive=False), metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
+    g.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass (autocast)")
+    g.add_argument("--compile", action="store_true", help="torch.compile the model")
+    g.add_argument("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
+    g.add_argument("--workers", type=whole, metavar="N", default=0, help="loading processes per rank; 0 is enough for mapped bytes")
+    g = p.add_argument_group("model")
+    g.add_argument("--layers", type=count, metavar="N", default=2, help="transformer blocks")
+    g.add_argument("--heads", type=count, metavar="N", default=4, help="attention heads")
+    g.add_argument("--dim", type=count, metavar="N", default=128, help="width")
+    g.add_argument("--seq-len", type=count, metavar="N", default=128, help="bytes per sample")
+    g.add_argument("--dropout", type=share, metavar="X", default=0.0, help="dropout probability")
+    g = p.add_argument_group("processes")
+    g.add_argument("--device", metavar="D", default="auto", help="auto, cpu, cuda or GPU numbers like 0,3: local rank i takes the i-th")
+    g.add_argument("--backend", metavar="NAME", help="gloo, nccl, ... (default: what torch has for the device)")
+    g.add_argument("--init-method", metavar="URL", default="env://", help="env://, tcp://host:port or file:///path")
+    g.add_argument("--spawn", type=count, metavar="N", help="start N processes on this machine without a launcher")
+    g.add_argument("--timeout", type=real, metavar="SECONDS", default=600.0, help="longest wait for another rank")
+    g.add_argument("--comm-hook", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="compression of the all-reduced gradients")
+    g.add_argument("--sync-every", type=count, metavar="N", default=1, help="local SGD: average weights every N steps, not gradients every step")
+    p.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
+    argv = [re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in (sys.argv[1:] if argv is None else argv)]
+    args = p.parse_args(argv, argparse.Namespace(data=None))
+    if args.dim % args.heads:
+        p.error(f"--dim {args.dim} is not divisible by --heads {args.heads}")
+    if args.sync_every > 1 and args.comm_hook != "none":
+        p.error("--sync-every averages weights and never all-reduces gradients: leave out --comm-hook")
+    return args
+
+
+# ---- PROCESSES ----
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands. Made once by `init_distributed`, then passed."""
+
+    device: torch.device
+    rank: int = 0  # 0 to world_size - 1, over all nodes; rank 0 alone prints and saves
+    local_rank: int = 0  # 0 to processes of this node - 1: which GPU
+    world_size: int = 1
+    store: object = None  # the key-value store of the process group; None without one
+    is_main: bool = True
+
+
+def pick_device(name, local_rank, local_world_size=None):
+    """The torch.device of this process. Raises UserError where it is not there."""
+    if name == "cpu" or (name == "auto" and not torch.accelerator.is_available()):
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cuda"
+    if name not in ("auto", kind, "cuda") and not re.fullmatch(r"\d+(,\d+)*", name):
+        raise UserError(f"--device {name}: give auto, cpu, cuda or GPU numbers like 0,3")
+    there = torch.accelerator.device_count() if name != "cuda" or kind == "cuda" else 0
+    wanted = [int(i) for i in name.split(",")] if name[0].isdigit() else list(range(there))
+    if max(wanted, default=0) >= there:
+        raise UserError(f"insufficient {kind.upper()} devices: --device {name} needs {max(wanted, default=0) + 1}, this machine "
+                        f"has {there}; --device cpu needs none")
+    if (local_world_size or local_rank + 1) > len(wanted):
+        raise UserError(f"insufficient {kind.upper()} devices: {local_world_size or local_rank + 1} processes need as many GPUs, "
+                        f"this machine has {len(wanted)} for them; start fewer (--nproc_per_node) or use --device cpu")
+    return torch.device(kind, wanted[local_rank])
+
+
+def init_distributed(device="auto", backend=None, init_method="env://", timeout=600.0, local_rank=None):
+    """Join the process group that the environment describes (RANK, WORLD_SIZE, ...; see the README), if any.
+
+    All ranks call it, once. Returns a Place: of a single process without a group where RANK is not set. CPU tensors
+    always have gloo, so that flags, losses and checkpoints never wait for the GPU. Raises UserError.
+    """
+    env = os.environ
+    try:
+        rank, world_size = (int(env[k]) if k in env else None for k in ("RANK", "WORLD_SIZE"))
+        local_rank = int(env.get("LOCAL_RANK", -1 if local_rank is None else local_rank))
+        local_world_size = int(env["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in env else None
+    except ValueError as e:
+        raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {e}") from e
+    if rank is None and world_size in (None, 1):
+        return Place(pick_device(device, 0))
+    if rank is None or world_size is None:
+        raise UserError("RANK and WORLD_SIZE go together: set both (or start with torchrun, which does)")
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {world_size - 1}")
+    if init_method == "env://" and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: set them to a port of rank 0's host, or use torchrun")
+    if local_rank < 0:  # Kubernetes operators do not set it
+        local_rank = rank % max(1, torch.accelerator.device_count())
+    device = pick_device(device, local_rank, local_world_size)
+    # DDP and the optimizer import torch._dynamo. Imported while there is a group, it keeps that alive for ever (as a
+    # default argument), so destroy_process_group() joins no thread and one run in six aborts in the interpreter's exit.
+    import torch._dynamo  # noqa: F401
+    backend = backend or dist.get_default_backend_for_device(device)
+    if backend not in dist.Backend.backend_list or not dist.is_backend_available(backend):
+        raise UserError(f"--backend {backend} is not in this build of torch: try gloo" + (" or nccl" * dist.is_nccl_available()))
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("--backend nccl needs GPUs: leave --backend out, or use gloo")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    limit = datetime.timedelta(seconds=timeout)
+    where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" if init_method == "env://" else init_method
+    try:
+        store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
+        store.set_timeout(limit)
+        dist.init_process_group(
+            backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
+            store=dist.PrefixStore("default", store), rank=rank, world_size=world_size, timeout=limit,
+            device_id=device if backend == "nccl" else None)
+    except (RuntimeError, ValueError, OSError) as e:
+        hint = ("another program has that port: choose another" if "EADDRINUSE" in str(e) else
+                f"do all {world_size} ranks run, and is it reachable from each?")
+        raise UserError(f"rank {rank} cannot join the process group at {where}: {hint} ({str(e).splitlines()[0][:200]})") from e
+    return Place(device, rank, local_rank, world_size, store, rank == 0)
+
+
+def gather(value):
+    """[value of rank 0, value of rank 1, ...] on every rank. `value` can be pickled. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(tensor):
+    """Sum a CPU tensor over all ranks, in place. All ranks call it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def together(place, work):
+    """work() of this rank. Where it raises UserError on any rank, that rank says so and all ranks exit. All ranks call it."""
+    result, problem = None, None
+    try:
+        result = work()
+    except UserError as e:
+        problem = str(e)
+    problems = gather(problem)
+    first = next((r for r, p in enumerate(problems) if p), None)
+    if first is not None:
+        leave(place, f"ddp_train.py: error: {problems[first]}", 1, speaker=first)
+    return result
+
+
+def leave(place, message, code, speaker=0):
+    """Exit with `code` on all ranks; rank `speaker` says why. All ranks call it, at the same point."""
+    if place.rank == speaker:
+        print(message, file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def process_group(place):
+    """Leave the group in good order: together where all ranks leave, at once where this one failed.
+
+    A rank that destroys its group while another is in a collective can abort that one: hence the last all-reduce. The
+    first rank to fail prints its traceback, before its connections break; the others see broken connections, one line each.
+    """
+    try:
+        try:
+            yield
+        except Exception as e:
+            report(place, e)
+            traceback.clear_frames(e.__traceback__)  # they hold the DDP module, and that the group
+            raise SystemExit(1) from None
+        except SystemExit as e:
+            traceback.clear_frames(e.__traceback__)
+            sum_over_ranks(torch.zeros(1))
+            raise
+        sum_over_ranks(torch.zeros(1))
+    finally:
+        if dist.is_initialized():
+            gc.collect()  # DDP is in reference cycles
+            dist.destroy_process_group()
+
+
+def report(place, error):
+    """Print the traceback of the first rank that failed; on a time-out say which ranks did not answer."""
+    first, silent = True, []
+    if place.store is not None:
+        try:
+            place.store.set(f"failed/{place.rank}", "")
+            first = place.store.add("failures", 1) == 1
+            if first and re.search("timed? ?out", str(error), re.I):
+                time.sleep(3)  # the other ranks that wait give up at about the same time
+                silent = [r for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
+        except RuntimeError:  # the store was rank 0's or the launcher's, and is gone with it
+            first = False
+    if silent:
+        at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__][-1]
+        print(f"rank {place.rank}: waited --timeout for rank {', '.join(map(str, silent))} in `{at.line}`", file=sys.stderr)
+    if first:
+        print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+    else:
+        print(f"rank {place.rank} stops, another rank failed ({str(error).splitlines()[0][:100] if str(error) else type(error).__name__})",
+              file=sys.stderr, flush=True)
+
+
+class StopRequest:
+    """SIGTERM, SIGINT or SIGUSR1 to any rank becomes a stop of all ranks at the same step. A second SIGINT kills at once.
+
+    `ask` starts an all-reduce of a flag, `answer` ends it: the step in between hides it, and the GPU is not involved.
+    """
+
+    SAVE_FAILED = 1000
+
+    def __init__(self):
+        self.code, self.since = 0, 0.0
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        for s in SIGNALS:
+            signal.signal(s, self._note)
+
+    def _note(self, signum, frame):
+        # Within a second it is one Ctrl-C that arrives twice: from the terminal and from torchrun.
+        if signum == signal.SIGINT and self.code and time.monotonic() - self.since > 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        self.code, self.since = self.code or signum, self.since or time.monotonic()
+
+    def ask(self):
+        if self.parent not in (None, os.getppid()):
+            self.code = self.code or signal.SIGTERM  # torchrun was killed: nobody would restart or stop us
+        self.flag = torch.tensor([int(self.code)])
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+
+    def answer(self):
+        """0, or the largest number among all ranks at their last `ask`: a signal's or SAVE_FAILED."""
+        if self.work is not None:
+            self.work.wait()
+            return int(self.flag)
+        return self.code
+
+    def exit_code(self):
+        """128 + signal, as shells have it; 0 where torchrun would take that for a failure and start the job again."""
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return 0 if restarts > 0 else 128 + int(self.flag)
+
+
+def ignore_signals(worker_id):
+    """In a DataLoader worker: it ends with its parent. A signal to the whole job would kill it before the last batch."""
+    for s in SIGNALS:
+        signal.signal(s, signal.SIG_IGN)
+
+
+def preflight(place, args, model, train_set, val_set):
+    """Compare what must be alike on all ranks. A difference ends all of them, with one line. All ranks call it."""
+    shapes = " ".join(f"{k}{list(v.shape)}" for k, v in model.state_dict().items())
+    apart = {"data", "out", "device", "local_rank", "timeout", "workers", "spawn", "init_method", "fresh"}  # may differ
+    facts = {
+        "script": (f"ddp_train.py with CRC-32 {zlib.crc32(Path(__file__).read_bytes()):08x}", "copy the same file to every node"),
+        "torch": (f"torch {torch.__version__}", "install the same version on every node"),
+        **{k: (f"--{k.replace('_', '-')} {v}", "start every rank with the same arguments") for k, v in vars(args).items() if k not in apart},
+        "samples": (f"{len(train_set)} training samples", "are the data the same on every node?"),
+        "held out": (f"{len(val_set)} held-out samples", "are the data the same on every node?"),
+        "content": (f"data with CRC-32 {getattr(train_set, 'fingerprint', None)}", "are the data the same on every node?"),
+        "model": (f"model parameters with CRC-32 {zlib.crc32(shapes.encode()):08x}", "is the model the same on every node?"),
+    }
+    everyone = gather((socket.gethostname(), place.local_rank, facts))
+    for fact in facts:
+        values = [f[fact][0] for _, _, f in everyone]
+        odd = [r for r, v in enumerate(values) if v != values[0]]
+        if odd:
+            also = f" (so do or differ too: ranks {', '.join(map(str, odd[1:]))})" if odd[1:] else ""
+            leave(place, f"ddp_train.py: error: rank {odd[0]} (host {everyone[odd[0]][0]}) has {values[odd[0]]}, rank 0 has "
+                         f"{values[0]}{also}: {facts[fact][1]}", 1)
+    return sum(local_rank == 0 for _, local_rank, _ in everyone)  # nodes
+
+
+# ---- DATA FOR EACH RANK ----
+class ResumableSampler(DistributedSampler):
+    """DistributedSampler that can start anywhere in an epoch, at any world size, so that a resumed epoch is exact.
+
+    The order of an epoch depends on seed and epoch alone; from `start` on, rank r takes every W-th sample from the r-th.
+    As in DistributedSampler all ranks get equally many, by repeats at the very end: the loss counts those as nothing.
+    """
+
+    start = 0
+
+    def set_epoch(self, epoch, start=0):
+        super().set_epoch(epoch)
+        self.start = start
+
+    def __len__(self):
+        return -(-(len(self.dataset) - self.start) // self.num_replicas)
+
+    def __iter__(self):
+        n = len(self.dataset)
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        first = self.start + self.rank
+        mine = order[torch.arange(first, first + len(self) * self.num_replicas, self.num_replicas) % n]
+        for part in mine.split(1 << 16):  # a list of all of them would take 40 bytes a sample
+            yield from part.tolist()
+
+
+def make_loader(dataset, batch_size, sampler, place, workers=0):
+    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, worker_init_fn=ignore_signals,
+                      collate_fn=getattr(dataset, "collate", None), pin_memory=place.device.type == "cuda",
+                      generator=torch.Generator().manual_seed(0))
+
+
+# ---- CHECKPOINT ----
+class Checkpoint:
+    """`checkpoint.pt` and the one before it, in a folder that one run has for itself. Rank 0 saves."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.path, self.previous = self.folder / "checkpoint.pt", self.folder / "checkpoint.prev.pt"
+        self.thread, self.error, self.damaged = None, None, False
+
+    def lock(self):
+        """Make the folder and take its lock. Rank 0 calls it. Raises UserError if another run has it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock_file = open(self.folder / ".lock", "a+")
+            for attempt in range(100):  # a run that was told to stop may still be saving
+                with contextlib.suppress(BlockingIOError, PermissionError):
+                    return fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, as flock is
+                time.sleep(0.1)
+        except OSError as e:
+            raise UserError(f"--out {self.folder} cannot be written: {e.strerror}") from e
+        raise UserError(f"--out {self.folder} is in use by another run: wait for it, or give this one another --out")
+
+    def move_aside(self):
+        """Move an old run to `old-N`. The first rank of each node calls it."""
+        old = [p for p in (self.path, self.previous, self.folder / "metrics.jsonl", self.folder / "tensorboard") if p.exists()]
+        if old:
+            n = 1
+            while (target := self.folder / f"old-{n}").exists():
+                n += 1
+            target.mkdir()
+            for p in old:
+                p.rename(target / p.name)
+
+    def save(self, state):
+        """Copy `state` now, write it while training goes on: beside, flushed, then renamed. Never two at once."""
+        self.wait()
+        state = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state)
+        self.thread = threading.Thread(target=self._write, args=(state,))
+        self.thread.start()
+
+    def _write(self, state):
+        beside = self.folder / "checkpoint.tmp"
+        try:
+            torch.save(state, beside)
+            flush(beside)
+            if self.path.exists() and not self.damaged:
+                os.replace(self.path, self.previous)
+            os.replace(beside, self.path)
+            flush(self.folder)
+            self.damaged = False
+        except (OSError, RuntimeError) as e:
+            self.error = f"cannot save {self.path}: {str(e).splitlines()[0][:200]}"
+            with contextlib.suppress(OSError):
+                beside.unlink()
+
+    def wait(self):
+        """Wait until the last save is on the disk."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def read(self):
+        """(step, bytes of the newest intact file) of this folder, or (-1, None); warns of a damaged one, raises UserError
+        if there is no other. torch.load does not check the CRC-32 of the records, and weights_only keeps code out."""
+        problems = []
+        for path in (self.path, self.previous):
+            if path.exists():
+                try:
+                    content = path.read_bytes()
+                    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                        if archive.testzip() is not None:
+                            raise ValueError(f"CRC-32 of {archive.testzip()} is wrong")
+                    step = load_checkpoint(content)["step"]
+                    for problem in problems:
+                        print(f"warning: {problem}; going on from {path} (step {step})", file=sys.stderr, flush=True)
+                    return step, content
+                except Exception as e:  # whatever a damaged archive makes zipfile, pickle or torch raise
+                    self.damaged |= path == self.path
+                    problems.append(f"{path} is damaged or not a checkpoint ({(str(e) or repr(e)).splitlines()[0][:150]})")
+        if problems:
+            raise UserError("; ".join(problems) + ": nothing to go on from; --fresh moves it aside and starts again")
+        return -1, None
+
+
+def flush(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def load_checkpoint(content):
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(state["step"], int) or not isinstance(state["model"], dict):
+        raise ValueError("no step or model in it")
+    return state
+
+
+def newest_checkpoint(place, checkpoint):
+    """The newest intact checkpoint of any node on every rank, or None. All ranks call it; no shared disk is needed."""
+    problem = None
+    step, content = -1, None
+    if place.local_rank == 0:  # the other ranks of the node see the same folder
+        try:
+            step, content = checkpoint.read()
+        except UserError as e:
+            problem = str(e)
+    everyone = gather((step, len(content or b""), problem))
+    source = max(range(len(everyone)), key=lambda r: everyone[r][0])
+    step, size, _ = everyone[source]
+    for rank, (_, _, p) in enumerate(everyone):
+        if p and step < 0:
+            leave(place, f"ddp_train.py: error: {p}", 1, speaker=rank)
+        elif p and rank == place.rank:
+            print(f"warning: {p}; rank {source} has step {step}", file=sys.stderr, flush=True)
+    if step < 0:
+        return None
+    if dist.is_initialized():
+        content = bytearray(content if place.rank == source else size)
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), source)
+    return load_checkpoint(content)
+
+
+# ---- TRAINING ----
+class Metrics:
+    """metrics.jsonl and, where it is installed, TensorBoard. Rank 0 makes it; `step` is where the run goes on."""
+
+    def __init__(self, folder, step):
+        path = folder / "metrics.jsonl"
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError):  # a line that a kill cut short
+                if json.loads(line)["step"] <= step:  # later steps are trained again
+                    kept.append(line + "\n")
+        beside = folder / "metrics.tmp"
+        beside.write_text("".join(kept))
+        os.replace(beside, path)
+        self.file, self.board, self.folder, self.step = open(path, "a", buffering=1), None, folder, step
+
+    def write(self, step, **values):
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board is None:
+            try:  # imported only now: it takes a second
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.step + 1)
+            except ImportError:
+                self.board = False
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
+
+
+class LossMeter:
+    """The mean loss over all ranks and elements since the last log line. Nothing waits for the device until `reduce`.
+
+    Sums are of float32 losses in float64: exact, so they do not depend on how a stop or the ranks cut them.
+    """
+
+    def __init__(self, total=0.0, rows=0):
+        self.total, self.rows, self.steps = total, rows, []
+
+    def add(self, losses, weights, rows, norm):
+        """Of one optimizer step: a loss and a number of rows for each micro-batch here, the rows of all ranks, the norm."""
+        self.steps.append((losses, weights, rows, norm))
+
+    def reduce(self, check_norm):
+        """Returns how many steps ago a loss (or gradient) was first not finite, or None. All ranks call it."""
+        if not self.steps:
+            return None
+        losses = torch.stack([x for losses, *_ in self.steps for x in losses]).cpu().double()
+        weights = torch.tensor([w for _, weights, *_ in self.steps for w in weights], dtype=torch.float64)
+        losses = (losses * weights).split([len(w) for _, w, *_ in self.steps])
+        sums = torch.stack([x.sum() for x in losses])
+        if check_norm:
+            sums[~torch.stack([norm for *_, norm in self.steps]).cpu().isfinite()] = math.nan
+        sum_over_ranks(sums)
+        bad = (~sums.isfinite()).nonzero().flatten().tolist()
+        ago = len(self.steps) - 1 - bad[0] if bad else None
+        self.total, self.rows = self.total + float(sums.sum()), self.rows + sum(rows for *_, rows, _ in self.steps)
+        self.steps = []
+        return ago
+
+
+def wrap(model, place, hook="none", sync_bn=False):
+    """Wrap `model` in DDP. Returns it unchanged where there is no process group."""
+    if not dist.is_initialized():
+        return model
+    one_bucket = {"bucket_cap_mb": 1 << 20} if hook == "powersgd" and place.device.type == "cpu" else {}
+    ddp = DistributedDataParallel(model, device_ids=[place.device] if place.device.type == "cuda" else None,
+                                  gradient_as_bucket_view=True, **one_bucket)
+    if hook == "powersgd":  # on gloo its collectives keep one order on all ranks only with a single bucket
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), power.powerSGD_hook)
+    elif hook != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+    return ddp
+
+
+def evaluate(model, dataset, place, batch_size, loss_fn=loss_fn, amp=contextlib.nullcontext, stop=None, workers=0):
+    """Mean loss over `dataset`, each sample counted once, the same at any world size. None if `stop` came. All ranks call it.
+
+    `model` is the bare module: no collective hides in it, so ranks may have more or fewer samples, or none.
+    """
+    shard = range(place.rank, len(dataset), place.world_size)
+    batches = iter(make_loader(dataset, batch_size, shard, place, workers))
+    total = torch.zeros((), device=place.device)
+    sums = []
+    model.eval()
+    with torch.inference_mode():
+        for _ in range(-(-len(range(0, len(dataset), place.world_size)) // batch_size)):  # as many on each rank
+            if stop is not None:
+                stop.ask()
+            batch = next(batches, None)
+            if batch is not None:
+                x, y = (t.to(place.device, non_blocking=True) for t in batch)
+                with amp():
+                    total = loss_fn(model(x), y)
+                sums.append((total, len(x)))
+            if stop is not None and stop.answer():
+                break
+        else:
+            stop = None
+    model.train()
+    if stop is not None:
+        return None
+    pair = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    if sums:
+        rows = torch.tensor([n for _, n in sums], dtype=torch.float64)
+        pair[0], pair[1] = (torch.stack([x for x, _ in sums]).cpu().double() * rows).sum(), rows.sum()
+    sum_over_ranks(pair)
+    return float(pair[0] / pair[1])
+
+
+def average(tensors):
+    """Replace each tensor by its mean over all ranks (local SGD). All ranks call it."""
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+    average_parameters(iter(tensors), dist.group.WORLD)
+
+
+def all_reduce_seconds(place, numel):
+    """Seconds of one all-reduce of `numel` float32 on the device. All ranks call it."""
+    for size in (1, numel):
+        buffer = torch.zeros(size, device=place.device)
+        if place.device.type != "cpu":
+            torch.accelerator.synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        if place.device.type != "cpu":
+            torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def waiting_share(ddp):
+    """The share of a step that waits for the all-reduce, by DDP's own clock; None before it has measured one."""
+    clock = ddp._get_ddp_logging_data()
+    forward, backward, comm, overlap = (clock.get(f"avg_{k}_time", 0) for k in (
+        "forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap"))
+    return (comm - overlap) / (forward + backward + comm - overlap) if comm else None
+
+
+def train(args, place, stop):
+    """The whole run, from the data to the last checkpoint. All ranks call it."""
+    say = print if place.is_main else lambda *a, **k: None
+    world = place.world_size
+    train_set, val_set = together(place, lambda: load_data(args.data, args.seq_len))
+    torch.manual_seed(args.seed)
+    model = build_model(args).to(place.device)
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if place.device.type == "cpu" and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+            leave(place, "ddp_train.py: error: --sync-bn: torch's SyncBatchNorm has no CPU kernel", 1)
+    nodes = preflight(place, args, model, train_set, val_set)
+    checkpoint = Checkpoint(args.out)
+    together(place, lambda: checkpoint.lock() if place.is_main else None)
+    if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # torchrun restarts with the same arguments
+        together(place, lambda: checkpoint.move_aside() if place.local_rank == 0 else None)
+    old = newest_checkpoint(place, checkpoint)
+
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
+    scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    amp = (lambda: torch.autocast(place.device.type, dtype)) if dtype else contextlib.nullcontext
+    ddp = wrap(model, place, args.comm_hook)
+    runner = torch.compile(ddp) if args.compile else ddp
+    if world > 1:
+        # DDP lays out its buckets anew after its first backward pass, and with it the order in which three ranks or more
+        # are summed. A rehearsal makes that happen before the first step, so that a resumed run rounds like any other.
+        buffers = {k: v.clone() for k, v in model.named_buffers()}
+        x, y = next(iter(make_loader(train_set, args.batch_size, range(min(args.batch_size, len(train_set))), place)))
+        with amp():
+            loss = loss_fn(runner(x.to(place.device)), y.to(place.device))
+        loss.backward()
+        optimizer.zero_grad()
+        model.load_state_dict(buffers, strict=False)
+
+    at = {"epoch": 0, "step": 0, "samples": 0, "evaluated": 0}  # samples: of this epoch, all ranks
+    meter = LossMeter()
+    identity = {"seed": args.seed, "training samples": len(train_set)}
+    if old is not None:
+        problem = next((f"{k} {old['run'][k]}, this run has {v}" for k, v in identity.items() if old["run"][k] != v), None)
+        if problem is None:
+            try:
+                model.load_state_dict(old["model"])
+                optimizer.load_state_dict(old["optimizer"])
+                scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
+            except (RuntimeError, ValueError, KeyError) as e:
+                problem = f"another model ({' '.join(str(e).split())[:160]})"
+        if problem:
+            leave(place, f"ddp_train.py: error: the checkpoint in --out {args.out} is of a run with {problem}: use the same data and "
+                         "options, another --out, or --fresh", 1)
+        at = {k: old[k] for k in at}
+        meter = LossMeter(*old["pending"])
+    per_step = world * args.batch_size * args.accum
+    n = len(train_set)
+    total = at["step"] + -(-(n - at["samples"]) // per_step) + (args.epochs - at["epoch"] - 1) * -(-n // per_step)
+    total = min(total, args.max_steps or total)
+    if at["step"] >= total:
+        return say(f"nothing left to do: {args.out}/checkpoint.pt has {at['epoch']} epochs, {at['step']} steps; to train longer "
+                   f"raise --epochs{' and --max-steps' * bool(args.max_steps)}, to start again use --fresh")
+
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lr = args.lr * (world if args.scale_lr else 1)
+    metrics = Metrics(checkpoint.folder, at["step"]) if place.is_main else None
+    say(f"{world} process{'es' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}, {dist.get_backend() if dist.is_initialized() else 'no group'}, "
+        f"{place.device.type} ({torch.get_num_threads()} threads), {args.precision}; {numel:,} parameters; {n:,} training and "
+        f"{len(val_set):,} held-out samples; effective batch {per_step} = {world} x {args.batch_size} x accum {args.accum}; "
+        f"learning rate {lr:g}; {total} steps", flush=True)
+    if old is not None:
+        say(f"going on from {args.out}/checkpoint.pt at epoch {at['epoch']}, step {at['step']}", flush=True)
+    if world > 1:
+        say(f"one all-reduce of the gradients ({numel * 4 / 1e6:.1f} MB) takes {all_reduce_seconds(place, numel) * 1e3:.1f} ms", flush=True)
+    bar = None
+    if place.is_main and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+            bar = tqdm(total=total, initial=at["step"], unit="step", dynamic_ncols=True)
+
+    sampler = ResumableSampler(train_set, world, place.rank, seed=args.seed)
+    loader = make_loader(train_set, args.batch_size, sampler, place, args.workers)
+    batches, stopping, val_loss = None, 0, None
+    saved = at["step"]
+    tokens, since, share = 0, time.perf_counter(), None
+    progress = [at["step"], 0]  # the step at which the optimizer last moved, and its own count (fp16 skips steps)
+    while True:
+        # ---- Everything that is due between two steps. After a restart that includes an evaluation that was cut short.
+        step, epoch_ended = at["step"], at["samples"] == 0 and at["step"] > 0
+        finished = step >= total
+        evaluating = at["evaluated"] < step and (epoch_ended or finished or (args.eval_every and step % args.eval_every == 0))
+        logging = meter.steps and (step % args.log_every == 0 or finished)
+        saving = step > saved and (finished or stopping or step % args.save_every == 0)
+        if args.sync_every > 1 and world > 1 and (step % args.sync_every == 0 or evaluating or saving):
+            moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()] if saving else []
+            average([p.data for p in model.parameters()] + moments)
+        if logging or saving or evaluating:
+            ago = meter.reduce(check_norm=not scaler.is_enabled())
+            if ago is not None:
+                checkpoint.wait()
+                leave(place, f"ddp_train.py: error: the loss or its gradient is not finite at step {step - ago}; the last good checkpoint is "
+                             + (f"{args.out}/checkpoint.pt (step {saved})" if saved else "none") + "; try a lower --lr", 1)
+            if scaler.is_enabled():
+                moved = int(next((s["step"] for s in optimizer.state.values()), 0))
+                progress = [step, moved] if moved > progress[1] else progress
+                if step - progress[0] >= 100:
+                    leave(place, f"ddp_train.py: error: fp16 overflowed at every step since step {progress[0]}: use --precision bf16", 1)
+        if logging:
+            now = time.perf_counter()
+            mean, rate, meter = meter.total / meter.rows, tokens / (now - since), LossMeter()
+            tokens, since = 0, now
+            if place.is_main:
+                metrics.write(step, loss=mean, lr=optimizer.param_groups[0]["lr"], tokens_per_s=rate)
+                if bar is not None:
+                    bar.set_postfix_str(f"loss {mean:.4f}, {rate:,.0f} tokens/s")
+                else:
+                    say(f"epoch {at['epoch']} step {step}/{total} loss {mean:.4f} lr {optimizer.param_groups[0]['lr']:.2e} "
+                        f"{rate:,.0f} tokens/s", flush=True)
+            if share is None and world > 1 and (share := waiting_share(ddp)) is not None:
+                say(f"{share:.0%} of a step waits for the all-reduce" + (
+                    ": --comm-hook bf16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""), flush=True)
+        if evaluating and not stopping:
+            start = time.perf_counter()
+            val_loss = evaluate(model, val_set, place, args.batch_size, amp=amp, stop=stop, workers=args.workers)
+            since += time.perf_counter() - start
+            if val_loss is None:
+                stopping, saving = stop.answer(), step > saved
+            else:
+                at["evaluated"] = step
+                if place.is_main:
+                    metrics.write(step, val_loss=val_loss, val_bits_per_byte=val_loss / math.log(2))
+                    say(f"step {step}: held-out loss {val_loss:.4f}, {val_loss / math.log(2):.3f} bits per byte", flush=True)
+        if saving:
+            saved = step
+            if place.is_main:
+                checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                                 **at, "pending": (meter.total, meter.rows), "run": identity, "args": vars(args)})
+        if finished or stopping:
+            break
+
+        # ---- One optimizer step.
+        if batches is None:
+            sampler.set_epoch(at["epoch"], at["samples"])
+            batches = iter(loader)
+        if checkpoint.error:
+            stop.code = stop.SAVE_FAILED
+        stop.ask()
+        torch.manual_seed((args.seed * 1_000_003 + step) * 65_537 + place.rank)  # dropout: differs by rank, no state to save
+        scale = min(1.0, (step + 1) / max(1, args.warmup_steps)) * (1 + math.cos(math.pi * step / total)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        rows = min(per_step, n - at["samples"])  # samples of this step, all ranks
+        micro_batches = -(-rows // (world * args.batch_size))
+        losses, weights = [], []
+        for i in range(micro_batches):
+            x, y = (t.to(place.device, non_blocking=True) for t in next(batches))
+            # How many of this rank's samples are real: the very last one of an epoch can be a repeat.
+            left = -(-(n - at["samples"] - i * world * args.batch_size - place.rank) // world)
+            real = max(0, min(len(x), left))
+            x, y = x[: max(1, real)], y[: max(1, real)]
+            sync = args.sync_every == 1 and i == micro_batches - 1
+            with contextlib.nullcontext() if sync or ddp is model else ddp.no_sync():
+                with amp():
+                    loss = loss_fn(runner(x), y)
+                scaler.scale(loss * (real * world / rows)).backward()  # DDP divides by world: a mean over all samples
+            losses.append(loss.detach())
+            weights.append(real)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        meter.add(losses, weights, rows, norm)
+        tokens += rows * y[0].numel()
+        at["step"] += 1
+        at["samples"] += rows
+        if at["samples"] >= n:  # counted before it is saved: a restart does not train the epoch again
+            at["epoch"], at["samples"], batches = at["epoch"] + 1, 0, None
+        if bar is not None:
+            bar.update()
+        stopping = stop.answer()
+
+    # ---- The end: the last checkpoint is on the disk before anything is reported.
+    checkpoint.wait()
+    if bar is not None:
+        bar.close()
+    errors = gather(checkpoint.error)
+    if errors[0]:
+        leave(place, f"ddp_train.py: error: {errors[0]}; the checkpoint before it is intact", 1)
+    if stopping:
+        leave(place, f"stopped by {signal.Signals(stopping).name} at step {step}, saved in {args.out}/checkpoint.pt; the same command goes on",
+              stop.exit_code())
+    say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at['epoch']} epochs, {step} steps; "
+        f"{args.out}/checkpoint.pt; to go on, raise --epochs{' and --max-steps' * bool(args.max_steps)}", flush=True)
+
+
+def main(argv=None):
+    """Train as the command line says. Returns the exit code, or raises SystemExit."""
+    args = parse_args(argv)
+    if args.spawn and "RANK" not in os.environ:
+        return spawn(args, argv)
+    stop = StopRequest()
+    try:
+        place = init_distributed(args.device, args.backend, args.init_method, args.timeout, args.local_rank)
+    except UserError as e:
+        complain(e)
+        return 1
+    with process_group(place):
+        record(train)(args, place, stop)
+    return 0
+
+
+def spawned(index, argv, processes):
+    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    sys.exit(main(argv))
+
+
+def spawn(args, argv):
+    """Start `--spawn N` processes, pass signals on to them, and return their exit code."""
+    from torch import multiprocessing as mp
+    if args.init_method == "env://":
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+    elif args.init_method.startswith("file://") and os.path.exists(args.init_method[7:]):
+        complain(f"--init-method {args.init_method}: the file is there already; remove what an earlier run left")
+        return 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.spawn)))
+    context = mp.spawn(spawned, (sys.argv[1:] if argv is None else argv, args.spawn), args.spawn, join=False)
+    for s in SIGNALS:
+        signal.signal(s, lambda signum, frame: [os.kill(pid, signum) for pid in context.pids()])
+    try:
+        while not context.join():
+            pass
+    except mp.ProcessExitedException as e:
+        return e.exit_code if e.exit_code > 0 else 128 - e.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
