@@ -50,4 +50,4 @@ bench: setup ## speed against the bare loop, on this machine
 	$(PY) -m pytest -q -s -m bench $(ARGS) test_ddp_train.py
 
 clean: ## remove what setup, train and test made (the default --out, too)
-	rm -rf .venv out .pytest_cache __pycache__
+	rm -rf .venv out __pycache__

@@ -33,6 +33,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -275,7 +276,7 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
     device = pick_device(device, local_rank, local_world_size)
     # DDP and the optimizer import torch._dynamo. Imported while there is a group, it keeps that alive for ever (as a
     # default argument), so destroy_process_group() joins no thread and one run in six aborts in the interpreter's exit.
-    import torch._dynamo  # noqa: F401
+    from torch import _dynamo  # noqa: F401
     backend = backend or dist.get_default_backend_for_device(device)
     if backend not in dist.Backend.backend_list or not dist.is_backend_available(backend):
         raise UserError(f"--backend {backend} is not in this build of torch: try gloo" + (" or nccl" * dist.is_nccl_available()))
@@ -288,15 +289,38 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
     try:
         store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
         store.set_timeout(limit)
+        store = dist.PrefixStore(generation(store, rank, world_size, timeout), store)
         dist.init_process_group(
             backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
-            store=dist.PrefixStore("default", store), rank=rank, world_size=world_size, timeout=limit,
+            store=store, rank=rank, world_size=world_size, timeout=limit,
             device_id=device if backend == "nccl" else None)
     except (RuntimeError, ValueError, OSError) as e:
         hint = ("another program has that port: choose another" if "EADDRINUSE" in str(e) else
                 f"do all {world_size} ranks run, and is it reachable from each?")
         raise UserError(f"rank {rank} cannot join the process group at {where}: {hint} ({str(e).splitlines()[0][:200]})") from e
     return Place(device, rank, local_rank, world_size, store, rank == 0)
+
+
+def generation(store, rank, world_size, timeout):
+    """A name that only these processes share. All ranks call it. Raises RuntimeError if some do not come in time.
+
+    torchrun's store outlives a restart, with the addresses of the processes before in it: a rank that reads those hangs.
+    So each rank says hello with a number of its own, rank 0 publishes all it finds, and that holds once all of them
+    have found themselves in it.
+    """
+    me, end = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(f"hello/{rank}", me)
+    hellos = [f"hello/{r}" for r in range(world_size)]
+    while time.monotonic() < end:
+        if rank == 0 and store.check(hellos):
+            store.set("roll", b",".join(store.multi_get(hellos)))
+        roll = store.get("roll").decode() if store.check(["roll"]) else ""
+        if me in roll:
+            store.set(f"{roll}/{rank}", "")
+            if store.check([f"{roll}/{r}" for r in range(world_size)]):
+                return f"{zlib.crc32(roll.encode()):08x}"
+        time.sleep(0.01)
+    raise RuntimeError(f"rank {', '.join(str(r) for r in range(world_size) if not store.check([hellos[r]])) or '0'} did not come")
 
 
 def gather(value):
@@ -417,10 +441,10 @@ class StopRequest:
             return int(self.flag)
         return self.code
 
-    def exit_code(self):
+    def exit_code(self, signum):
         """128 + signal, as shells have it; 0 where torchrun would take that for a failure and start the job again."""
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        return 0 if restarts > 0 else 128 + int(self.flag)
+        return 0 if restarts > 0 else 128 + signum
 
 
 def ignore_signals(worker_id):
@@ -933,7 +957,7 @@ def train(args, place, stop):
         leave(place, f"ddp_train.py: error: {errors[0]}; the checkpoint before it is intact", 1)
     if stopping:
         leave(place, f"stopped by {signal.Signals(stopping).name} at step {step}, saved in {args.out}/checkpoint.pt; the same command goes on",
-              stop.exit_code())
+              stop.exit_code(stopping))
     say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at['epoch']} epochs, {step} steps; "
         f"{args.out}/checkpoint.pt; to go on, raise --epochs{' and --max-steps' * bool(args.max_steps)}", flush=True)
 

@@ -121,6 +121,8 @@ case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 [ "$gpus" -gt 0 ] && nproc=$gpus || nproc=1
 nproc=${NPROC_PER_NODE:-$nproc}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
+# A node that vanishes without a word is missed after --timeout: an elastic job wants to know soon.
+case "$NNODES: $* " in *:*:*" --timeout"*) ;; *:*:*) set -- "$@" --timeout 20 ;; esac
 set -- "$here/ddp_train.py" "$@"
 case "$options" in *--shutdown-timeout*) set -- --shutdown-timeout=100 "$@" ;; esac # time to save
 case "$options" in *--signals-to-handle*) set -- --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@" ;; esac

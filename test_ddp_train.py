@@ -1,0 +1,947 @@
+"""Tests of ddp_train.py: they start the real thing, break it, and look at what it leaves.
+
+    pytest test_ddp_train.py               the suite; what needs root, GPUs or a compiler skips elsewhere
+    pytest -m faults test_ddp_train.py     the long form: many kills, many damaged files (SEED=... repeats one)
+    pytest -s -m bench test_ddp_train.py   speed against the bare loop
+"""
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import ddp_train
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "ddp_train.py"
+TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32 --batch-size 4 --warmup-steps 3 --log-every 1".split()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+GPUS = torch.cuda.device_count()
+needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """8,033 bytes with something to learn: 238 training windows of 32 and 12 held out."""
+    path = tmp_path_factory.mktemp("data") / "data.txt"
+    path.write_bytes((b"the quick brown fox jumps over the lazy dog, %d times; " * 200)[:8033])
+    return path
+
+
+@contextlib.contextmanager
+def start(*command, env=None, prefix=(), **kwargs):
+    """A process in a session of its own, of which nothing is left afterwards."""
+    full = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+    p = subprocess.Popen([*map(str, prefix), *map(str, command)], env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         start_new_session=True, stdin=subprocess.DEVNULL, **kwargs)
+    with contextlib.suppress(OSError):  # F_SETPIPE_SZ: a run that nobody reads blocks soon, so it cannot end before it is told to
+        fcntl.fcntl(p.stdout, 1031, 4096)
+    try:
+        yield p
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(p.pid, signal.SIGKILL)
+        for pid in tree(p.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        p.wait()
+        p.stdout.close()
+
+
+def run(*command, code=0, timeout=120, **kwargs):
+    with start(*command, **kwargs) as p:
+        try:
+            out, _ = p.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGKILL)
+            raise AssertionError(f"still running after {timeout} s:\n{p.communicate()[0]}") from None
+    assert code is None or p.returncode == code, f"exit code {p.returncode}\n{out}"
+    return out
+
+
+def torchrun(nproc, *more):
+    return [*TORCHRUN, "--standalone", f"--nproc_per_node={nproc}", *more]
+
+
+def read_until(p, pattern):
+    """Read lines of output up to one that matches; returns them all."""
+    lines = []
+    for line in p.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError(f"no {pattern!r} in:\n{''.join(lines)}")
+
+
+def children(pid):
+    try:
+        return [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def tree(pid):
+    return [d for c in children(pid) for d in (c, *tree(c))]
+
+
+def ranks(launcher):
+    """Pids of the training processes below torchrun, in order of rank."""
+    return sorted(c for c in children(launcher) if "ddp_train" in Path(f"/proc/{c}/cmdline").read_text())
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out):
+    return {m["step"]: m["loss"] for m in metrics(out) if "loss" in m}
+
+
+def load(out, name="checkpoint.pt"):
+    return torch.load(Path(out) / name, weights_only=True)
+
+
+def flat(value):
+    """All tensors and numbers of a nested state, for comparing bit by bit."""
+    if isinstance(value, dict):
+        return [(f"{k}.{name}", v) for k, child in value.items() if k != "args" for name, v in flat(child)]
+    if isinstance(value, (list, tuple)):
+        return [(f"{i}.{name}", v) for i, child in enumerate(value) for name, v in flat(child)]
+    return [("", value)]
+
+
+def assert_same_run(a, b):
+    """Two runs ended with bit-identical weights, optimizer and logged losses."""
+    for (name, x), (other, y) in zip(flat(load(a)), flat(load(b)), strict=True):
+        assert name == other and (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y), name
+    keep = lambda out: [{k: v for k, v in m.items() if k != "tokens_per_s"} for m in metrics(out)]
+    assert keep(a) == keep(b)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def main(monkeypatch, capfd):
+    """ddp_train.main in this process: (exit code, what it printed)."""
+    old = {s: signal.getsignal(s) for s in ddp_train.SIGNALS}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*args):
+        try:
+            code = ddp_train.main([str(a) for a in args])
+        except SystemExit as e:
+            code = e.code
+        captured = capfd.readouterr()
+        return code, captured.out + captured.err
+
+    yield call
+    for s, handler in old.items():
+        signal.signal(s, handler)
+
+
+# ---- A worker: this file under torchrun. It trains with ddp_train and writes down what it saw, a file for each rank. ----
+def worker(out, *argv):
+    seen = {"grads": [], "buckets": [], "indices": [], "eval": {}, "dropout": []}
+    args = ddp_train.parse_args(argv)
+    place = ddp_train.init_distributed(args.device)
+
+    class Counted(ddp_train.ByteDataset):
+        def __getitems__(self, indices):
+            seen["indices"].append(list(indices))
+            return super().__getitems__(indices)
+
+    original_wrap, load_data = ddp_train.wrap, ddp_train.load_data
+
+    def wrap(model, *rest):
+        ddp = original_wrap(model, *rest)
+        seen["weights"] = float(sum(p.detach().double().abs().sum() for p in model.parameters()))
+        model.drop.register_forward_hook(lambda m, i, o: seen["dropout"].append(int((o == 0).flatten().nonzero().sum())) if m.training else None)
+        if dist.is_initialized():
+            def hook(state, bucket):
+                seen["buckets"].append(bucket.index())
+                return default_hooks.allreduce_hook(state, bucket)
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+            ddp.register_comm_hook(None, hook)
+        return ddp
+
+    def counted_data(*a):
+        train, held_out = load_data(*a)
+        train.__class__ = Counted
+        return train, held_out
+
+    ddp_train.wrap, ddp_train.load_data = wrap, counted_data
+
+    def first_gradient(optimizer, a, k):
+        if not seen["grads"]:
+            seen["grads"] = torch.cat([p.grad.flatten() for g in optimizer.param_groups for p in g["params"]]).tolist()
+        seen.setdefault("buckets_of_steps", []).append(len(seen["buckets"]))
+
+    register_optimizer_step_pre_hook(first_gradient)
+    code = 0
+    try:
+        with ddp_train.process_group(place):
+            torch.manual_seed(1)
+            model = ddp_train.ByteTransformer(1, 1, 16, 8)
+            for n in (1, 2, 7, 101):
+                data = torch.randint(256, (n * 8 + 1,), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
+                dataset = ddp_train.ByteDataset(data, 8)
+                dataset.__class__ = Counted
+                before = len(seen["indices"])
+                loss = ddp_train.evaluate(model, dataset, place, 3)
+                counted = ddp_train.gather(sum(seen["indices"][before:], []))
+                seen["eval"][n] = (loss, sorted(sum(counted, [])) == list(range(n)))
+                del seen["indices"][before:]
+            ddp_train.train(args, place, ddp_train.StopRequest())
+            if place.rank == int(os.environ.get("LATE_RANK", -1)):
+                time.sleep(4)
+    except SystemExit as e:
+        code = e.code
+    seen["threads"] = [c for t in os.listdir("/proc/self/task") if "runloop" in (c := Path(f"/proc/self/task/{t}/comm").read_text())]
+    Path(out, f"seen.{place.rank}.json").write_text(json.dumps(seen))
+    sys.exit(code)
+
+
+def faulty(kind, rank, *argv):
+    """ddp_train in which one rank raises or hangs in its fifth micro-batch."""
+    calls, original = itertools.count(1), ddp_train.loss_fn
+
+    def loss_fn(output, target):
+        if os.environ["RANK"] == rank and output.requires_grad and next(calls) == 5:
+            if kind == "hang":
+                while True:
+                    time.sleep(60)
+            raise ValueError("boom")
+        return original(output, target)
+
+    ddp_train.loss_fn = loss_fn
+    sys.exit(ddp_train.main(argv))
+
+
+def run_worker(nproc, out, *args, env=None):
+    out.mkdir(parents=True, exist_ok=True)
+    launcher = torchrun(nproc) if nproc else [sys.executable]
+    printed = run(*launcher, __file__, "worker", out, "--out", out, *TINY, *args, env=env)
+    assert not re.search("Traceback|terminate called|Warning", printed.replace("OMP", "")), printed
+    return [json.loads((out / f"seen.{r}.json").read_text()) for r in range(nproc or 1)]
+
+
+SAME = {"1x8": (0, "--batch-size 8"), "2x4": (2, "--batch-size 4"), "4x2": (4, "--batch-size 2"), "1x2x4": (0, "--batch-size 2 --accum 4"),
+        "3x1x2": (3, "--batch-size 1 --accum 2")}
+
+
+@pytest.fixture(scope="session")
+def same(data, tmp_path_factory):
+    """The same training at several world sizes, watched from inside."""
+    base = tmp_path_factory.mktemp("same")
+    runs = {}
+    for name, (nproc, args) in SAME.items():
+        extra = "--max-steps 20 --no-scale-lr" if name != "3x1x2" else "--epochs 2 --dropout 0.1"
+        runs[name] = run_worker(nproc, base / name, "--data", data, *args.split(), *extra.split(), env={"LATE_RANK": "1"}), base / name
+    return runs
+
+
+def test_same_training_at_any_world_size(same):
+    reference = torch.tensor(same["1x8"][0][0]["grads"])
+    for name in ("2x4", "4x2", "1x2x4"):
+        for rank in same[name][0]:
+            assert (torch.tensor(rank["grads"]) - reference).norm() <= 1e-5 * reference.norm(), name
+        got, want = losses(same[name][1]), losses(same["1x8"][1])
+        assert len(want) == 20 and got.keys() == want.keys()
+        assert all(abs(got[s] - want[s]) <= 1e-4 * want[s] for s in want), name
+    assert losses(same["1x8"][1])[20] < losses(same["1x8"][1])[1]
+
+
+def test_same_evaluation_at_any_world_size(same):
+    reference = same["1x8"][0][0]["eval"]
+    for seen, _ in same.values():
+        for rank in seen:
+            for n, (loss, once) in rank["eval"].items():
+                assert once, f"{n} samples on {len(seen)} processes"
+                assert abs(loss - reference[n][0]) <= 1e-6 * reference[n][0]
+    held_out = {name: [m["val_loss"] for m in metrics(out) if "val_loss" in m][0] for name, (_, out) in same.items()}
+    assert held_out["4x2"] == pytest.approx(held_out["1x8"], rel=1e-4)
+
+
+def test_each_sample_once_per_epoch_in_training(same, data):
+    """238 windows on 3 processes: each once, but for the one repeat that fills the last round; another order in epoch two."""
+    n = len(ddp_train.load_data(data, 32)[0])
+    assert n % 3 and n % 6
+    epochs = []
+    for epoch in range(2):
+        per_rank = [sum(rank["indices"][1 :], []) for rank in same["3x1x2"][0]]  # [0] is the rehearsal before the first step
+        size = -(-n // 3)
+        rows = list(itertools.chain(*zip(*(r[epoch * size : (epoch + 1) * size] for r in per_rank))))
+        assert sorted(rows[:n]) == list(range(n)) and len(rows) - n < 3
+        epochs.append(rows[:n])
+    assert epochs[0] != epochs[1]
+    # The repeats count as nothing: the mean of an epoch that one process logs is the mean over n samples.
+    assert load(same["3x1x2"][1])["epoch"] == 2 and load(same["3x1x2"][1])["step"] == 2 * -(-n // 6)
+
+
+def test_one_all_reduce_per_optimizer_step(same):
+    """With accumulation over 2 micro-batches the hook is called for each bucket once per step, not twice."""
+    for seen, nproc in ((same["2x4"][0], 2), (same["3x1x2"][0], 3)):
+        for rank in seen:
+            steps = rank["buckets_of_steps"]
+            per_step = [b - a for a, b in zip(steps, steps[1:])]
+            assert set(per_step) == {len(set(rank["buckets"]))}, f"{nproc} processes"
+
+
+def test_random_numbers(same):
+    """The same weights on all ranks, a different dropout on each and at each step."""
+    seen = same["3x1x2"][0]
+    assert len({rank["weights"] for rank in seen}) == 1
+    masks = [rank["dropout"] for rank in seen]
+    assert len({tuple(m[-20:]) for m in masks}) == 3
+    assert len(set(masks[0])) > 20
+
+
+def test_groups_end_cleanly(same):
+    """After destroy_process_group no gloo thread is left: one that is ends the interpreter with an abort, now and then.
+    run_worker has seen exit code 0 and no warning; rank 1 reached its end 4 s after the others."""
+    assert all(rank["threads"] == [] for seen, _ in same.values() for rank in seen)
+
+
+def test_sampler():
+    n = 23
+    def order(world, rank, epoch=0, at=0, seed=0):
+        s = ddp_train.ResumableSampler(range(n), world, rank, seed=seed)
+        s.set_epoch(epoch, at)
+        assert len(list(s)) == len(s)
+        return list(s)
+    whole = order(1, 0)
+    assert sorted(whole) == list(range(n)) and whole == order(1, 0)
+    assert whole != order(1, 0, epoch=1) and whole != order(1, 0, seed=7)
+    reference = torch.utils.data.DistributedSampler(range(n), 2, 1)  # the same order as torch's own
+    assert list(reference)[:-1] == order(2, 1)[:-1]
+    for world in (1, 2, 3, 5):
+        for at in (0, 4, 9, 22):
+            merged = list(itertools.chain(*zip(*(order(world, r, at=at) for r in range(world)))))
+            assert merged[: n - at] == whole[at:] and len(merged) - (n - at) < world
+
+
+# ---- Every way to start it ----
+def by_hand(stack, world, *command, **env):
+    """`world` processes with the environment that torchrun would make, each with a disk and a name of its own."""
+    port = str(free_port())
+    return [stack.enter_context(start(sys.executable, *[c(r) if callable(c) else c for c in command], env={
+        "RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env})) for r in range(world)]
+
+
+def test_started_by_hand_only_rank_0_speaks(data, tmp_path):
+    with contextlib.ExitStack() as stack:
+        shells = by_hand(stack, 3, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3)
+        outs = [p.communicate(timeout=120)[0] for p in shells]
+    assert [p.returncode for p in shells] == [0, 0, 0], outs
+    assert "3 processes on 3 nodes, gloo" in outs[0] and "done:" in outs[0]
+    assert outs[1] == outs[2] == ""
+
+
+def test_old_launcher(data, tmp_path):
+    base = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0",
+            "--master_addr=localhost", f"--master_port={free_port()}"]
+    assert "2 processes" in run(*base, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "a", "--max_steps", 2)
+    assert "2 processes" in run(*base, "--use_env", SCRIPT, *TINY, "--data", data, "--out", tmp_path / "b", "--max_steps=2")
+
+
+@pytest.mark.parametrize("method", ["env://", "tcp", "file"])
+def test_spawn(data, tmp_path, method):
+    url = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/rendezvous"}.get(method, method)
+    printed = run(sys.executable, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "out", "--max-steps", 2, "--spawn", 2, "--init-method", url)
+    assert "2 processes on 1 node, gloo" in printed and printed.count("done:") == 1
+
+
+def test_two_nodes_on_loopback_only_rank_0_saves(data, tmp_path):
+    """Two agents with two processes each; each node has a folder of its own, and node 1's local rank 0 leaves it alone."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(start(*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={r}", "--master_addr=127.0.0.1",
+                 f"--master_port={port}", SCRIPT, *TINY, "--data", data, "--out", tmp_path / str(r), "--max-steps", 3)) for r in (0, 1)]
+        outs = [p.communicate(timeout=120)[0] for p in nodes]
+    assert [p.returncode for p in nodes] == [0, 0], outs
+    assert "4 processes on 2 nodes" in outs[0] and "done:" in outs[0] and "done:" not in outs[1]
+    assert (tmp_path / "0/checkpoint.pt").exists() and not list(tmp_path.glob("1/*"))
+
+
+def test_shell_scripts(data, tmp_path):
+    env = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+    args = [*TINY, "--data", data, "--out", tmp_path / "a b", "--max-steps", 2]
+    assert "2 processes on 1 node" in run(HERE / "run_single.sh", *args, env=env)
+    for script in ("run_single.sh", "run_multi_node.sh"):
+        run("bash", "-n", HERE / script)
+    env = {"PYTHON": sys.executable, "NNODES": "2"}
+    assert "MASTER_ADDR is not set" in run(HERE / "run_multi_node.sh", code=2, env=env)
+    assert "does not resolve" in run(HERE / "run_multi_node.sh", code=2, env={**env, "MASTER_ADDR": "no.such.host.invalid"})
+    assert "NNODES=two" in run(HERE / "run_multi_node.sh", code=2, env={**env, "MASTER_ADDR": "127.0.0.1", "NNODES": "two"})
+    assert "must be NODE_RANK=0" in run(HERE / "run_multi_node.sh", code=2, env={**env, "MASTER_ADDR": "127.0.0.1", "NODE_RANK": "1"})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is taken" in run(HERE / "run_multi_node.sh", code=2, env={**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    dry = run(HERE / "run_multi_node.sh", "--epochs", 3, env={**env, "MASTER_ADDR": "localhost", "DRY_RUN": "1", "GLOO_SOCKET_IFNAME": "mine"})
+    assert "GLOO_SOCKET_IFNAME=mine" in dry and "is_host=true" in dry and "--epochs 3" in dry
+
+
+def test_import_has_no_side_effect(tmp_path):
+    out = run(sys.executable, "-c", "import sys, signal; before = signal.getsignal(signal.SIGTERM); import ddp_train, torch; "
+              "assert signal.getsignal(signal.SIGTERM) is before and not torch.distributed.is_initialized(); "
+              "assert not {'tensorboard', 'torch._dynamo'} & set(sys.modules)", cwd=tmp_path, env={"PYTHONPATH": str(HERE)})
+    assert out == "" and list(tmp_path.iterdir()) == []
+
+
+# ---- One process: options, output, bad input ----
+def test_help_and_underscores(main):
+    code, text = main("--help")
+    assert code == 0 and text.count("default") > 20
+    for option in "data out epochs max-steps batch-size accum lr warmup-steps grad-clip seed precision compile sync-bn workers log-every eval-every " \
+                  "save-every fresh device backend init-method spawn timeout layers heads dim seq-len dropout comm-hook sync-every".split():
+        assert f"--{option}" in text
+    args = ddp_train.parse_args(["--batch_size", "8", "--max_steps=5", "--data", "a_b", "--local_rank=1"])
+    assert (args.batch_size, args.max_steps, args.data, args.local_rank) == (8, 5, "a_b", 1)
+
+
+def test_output_finish_extend_fresh(main, data, tmp_path):
+    common = [*TINY, "--data", data, "--out", tmp_path, "--seed", 3]
+    code, text = main(*common, "--max-steps", 4, "--eval-every", 2)
+    assert code == 0 and "bits per byte" in text and "checkpoint.pt" in text
+    lines = metrics(tmp_path)
+    assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4] and [m["step"] for m in lines if "val_loss" in m] == [2, 4]
+    assert all(m.keys() == {"step", "loss", "lr", "tokens_per_s"} for m in lines if "loss" in m)
+    assert lines[-1]["val_bits_per_byte"] == pytest.approx(lines[-1]["val_loss"] / math.log(2))
+    state = load(tmp_path)
+    assert state["step"] == 4 and state["model"].keys() == ddp_train.ByteTransformer(1, 2, 16, 32).state_dict().keys()
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    code, text = main(*common, "--max-steps", 4)
+    assert code == 0 and "nothing left to do" in text and "--max-steps" in text and (tmp_path / "checkpoint.pt").read_bytes() == before
+    code, text = main(*common, "--max-steps", 6)
+    assert code == 0 and "going on from" in text and load(tmp_path)["step"] == 6
+    code, text = main(*common, "--max-steps", 2, "--fresh")
+    assert code == 0 and load(tmp_path)["step"] == 2 and load(tmp_path / "old-1")["step"] == 6
+
+
+def test_logged_loss_is_the_mean_of_all_elements(main, data, tmp_path):
+    main(*TINY, "--data", data, "--out", tmp_path / "a")
+    main(*TINY, "--data", data, "--out", tmp_path / "b", "--log-every", 1000)
+    per_step, n = losses(tmp_path / "a"), len(ddp_train.load_data(data, 32)[0])
+    rows = {s: min(4, n - 4 * (s - 1)) for s in per_step}
+    assert sum(rows.values()) == n and losses(tmp_path / "b") == {
+        max(per_step): pytest.approx(sum(per_step[s] * rows[s] for s in per_step) / n, rel=1e-12)}
+
+
+def test_learning_rate(main, data, tmp_path):
+    main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 40, "--lr", 0.01, "--warmup-steps", 10)
+    lr = [m["lr"] for m in metrics(tmp_path) if "lr" in m]
+    assert lr.index(max(lr)) in (8, 9) and lr[0] == pytest.approx(0.001) and lr[-1] < 1e-4
+    assert lr[20] == pytest.approx(0.01 * (1 + math.cos(math.pi * 20 / 40)) / 2)
+
+
+def test_mixed_precision(main, data, tmp_path):
+    norms = []
+    handle = register_optimizer_step_pre_hook(lambda o, a, k: norms.append(
+        float(torch.nn.utils.get_total_norm([p.grad for g in o.param_groups for p in g["params"]]))))
+    try:
+        for precision in ("bf16", "fp16"):
+            norms.clear()
+            code, text = main(*TINY, "--data", data, "--out", tmp_path / precision, "--max-steps", 12, "--precision", precision, "--grad-clip", 1e-3)
+            assert code == 0 and precision in text, text
+            assert 0.9e-3 < norms[-1] < 1.1e-3  # clipped after unscaling: before it, 65,536 times less would be left
+            assert all(v.dtype == torch.float32 for v in load(tmp_path / precision)["model"].values())
+    finally:
+        handle.remove()
+
+
+def test_fp16_stops_after_a_hundred_overflows(main, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(ddp_train, "loss_fn", lambda o, t: torch.nn.functional.cross_entropy(o.flatten(0, 1).float(), t.flatten()) * 1e35)
+    code, text = main(*TINY, "--data", data, "--out", tmp_path, "--precision", "fp16", "--epochs", 9, "--log-every", 10, "--save-every", 1000)
+    assert code == 1 and "overflowed" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("at", [1, 7])
+def test_loss_that_is_not_finite(main, data, tmp_path, monkeypatch, at):
+    """Nothing of it enters a checkpoint, and the step is named though only every fifth is logged."""
+    calls = itertools.count(1)
+    original = ddp_train.loss_fn
+    monkeypatch.setattr(ddp_train, "loss_fn", lambda o, t: original(o, t) * (math.nan if next(calls) == at else 1))
+    code, text = main(*TINY, "--data", data, "--out", tmp_path, "--log-every", 5, "--save-every", 5)
+    assert code == 1 and f"not finite at step {at}" in text and "Traceback" not in text
+    if at == 7:
+        assert "(step 5)" in text and load(tmp_path)["step"] == 5
+        assert all(v.isfinite().all() for v in load(tmp_path)["model"].values())
+    else:
+        assert not (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_compile_two_processes(data, tmp_path):
+    run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3, "--compile", timeout=280)
+    assert load(tmp_path)["model"].keys() == ddp_train.ByteTransformer(1, 2, 16, 32).state_dict().keys()
+
+
+def test_sync_bn_on_the_cpu_is_refused(main, data, tmp_path, monkeypatch):
+    assert main(*TINY, "--data", data, "--out", tmp_path / "a", "--max-steps", 1, "--sync-bn")[0] == 0  # no batch norm in it
+    monkeypatch.setattr(ddp_train, "build_model", lambda args: torch.nn.Sequential(torch.nn.Embedding(256, 256), torch.nn.BatchNorm1d(32)))
+    code, text = main(*TINY, "--data", data, "--out", tmp_path / "b", "--max-steps", 1, "--sync-bn")
+    assert code == 1 and "no CPU kernel" in text
+
+
+BAD = {
+    "--data /no/such/file": "No such file", "--data EMPTY": "0 bytes", "--data SHORT": "60 bytes", "--lr 0": "--lr", "--lr -1": "--lr",
+    "--lr nan": "--lr", "--lr inf": "--lr", "--batch-size 0": "--batch-size", "--batch-size x": "integer > 0", "--epochs -3": "--epochs", "--accum 0": "--accum",
+    "--max-steps 0": "--max-steps", "--timeout 0": "--timeout", "--dropout 1": "--dropout", "--workers -1": "--workers", "--dim 6 --heads 4": "divisible",
+    "--seq-len 0": "--seq-len", "--device tpu9": "--device tpu9", "--precision fp8": "fp8", "--no-such-option": "no-such-option",
+    "--out /proc/no": "cannot be written", "--out FILE": "cannot be written", "--grad-clip -1": "--grad-clip", "--sync-every 2 --comm-hook fp16": "--comm-hook",
+}
+if not torch.accelerator.is_available():
+    BAD |= {"--device 0,3": "insufficient CUDA devices", "--device cuda": "insufficient CUDA devices"}
+
+
+@pytest.mark.parametrize("args", BAD)
+def test_bad_input(main, data, tmp_path, args):
+    for name, size in (("EMPTY", 0), ("SHORT", 60), ("FILE", 5)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    given = [str(tmp_path / a) if a in ("EMPTY", "SHORT", "FILE") else a for a in args.split()]
+    code, text = main(*TINY, "--data", data, "--out", tmp_path / "out", *given)
+    assert code in (1, 2) and text.count("\n") == 1 and text.startswith("ddp_train.py: error:") and BAD[args] in text
+    assert not (tmp_path / "out").exists() or "--out" in args
+
+
+@pytest.mark.parametrize("env, says", [
+    ({"RANK": "0"}, "go together"), ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, "whole numbers"), ({"WORLD_SIZE": "2"}, "go together"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "TAKEN"}, "another program has that port"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "FREE"}, "do all 2 ranks run"),
+])
+def test_bad_environment(main, data, tmp_path, monkeypatch, env, says):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        for k, v in env.items():
+            monkeypatch.setenv(k, {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}.get(v, v))
+        code, text = main(*TINY, "--data", data, "--out", tmp_path, "--timeout", 2)
+    ours = [line for line in text.splitlines() if "ddp_train" in line]  # torch's C++ side logs its sockets, too
+    assert code == 1 and len(ours) == 1 and says in ours[0] and "Traceback" not in text
+
+
+def test_bad_backend(main, data, tmp_path, monkeypatch):
+    for k, v in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(k, v)
+    for backend in ("nccl", "smoke-signals"):
+        code, text = main(*TINY, "--data", data, "--out", tmp_path, "--backend", backend)
+        assert code == 1 and text.count("\n") == 1 and f"--backend {backend}" in text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read and write everything")
+def test_unreadable(main, data, tmp_path):
+    (tmp_path / "secret").write_bytes(b"x" * 5000)
+    (tmp_path / "secret").chmod(0)
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in main(*TINY, "--data", tmp_path / "secret", "--out", tmp_path / "out")[1]
+    assert "cannot be written" in main(*TINY, "--data", data, "--out", tmp_path / "out")[1]
+
+
+def test_checkpoint_of_another_run(main, data, tmp_path):
+    main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 2)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    for other, says in (("--dim 32", "another model"), ("--layers 2", "another model"), ("--seed 5", "seed 0"), ("--seq-len 16", "training samples")):
+        code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, *other.split())
+        assert code == 1 and text.count("\n") == 1 and says in text and "--fresh" in text
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_bad_input_on_all_ranks_and_on_one(data, tmp_path):
+    """Two ranks say it once; where only node 1 knows (its data are missing or differ), both end, with its name."""
+    printed = run(*torchrun(2), SCRIPT, *TINY, "--data", "/no/such", "--out", tmp_path, code=1)
+    assert printed.count("ddp_train.py: error:") == 1 and "ddp_train.py\", line" not in printed
+    changed = tmp_path / "changed"
+    content = bytearray(data.read_bytes())
+    content[4000] ^= 1
+    changed.write_bytes(content)
+    (tmp_path / "longer").write_bytes(bytes(content) * 2)
+    for args1, says in ((["--data", "/no/such"], "No such file"), (["--data", changed], "data with CRC-32"), (["--lr", "0.5"], "--lr 0.5"),
+                        (["--data", tmp_path / "longer"], "training samples")):
+        with contextlib.ExitStack() as stack:
+            both = by_hand(stack, 2, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "out",
+                           *[lambda r, a=a, i=i: a if r else ("--seed", "0")[i] for i, a in enumerate(args1)])
+            outs = [p.communicate(timeout=60)[0] for p in both]
+        assert [p.returncode for p in both] == [1, 1] and "".join(outs).count("\n") == 1 and says in "".join(outs), outs
+        assert "rank 1 (host" in "".join(outs) or "No such file" in outs[1]
+        assert not (tmp_path / "out").exists()
+
+
+# ---- Faults ----
+LONG = "--epochs 14 --dropout 0.1 --save-every 7 --eval-every 11 --lr 1e-3".split()
+
+
+@pytest.fixture(scope="session")
+def untouched(data, tmp_path_factory):
+    """out folder of the run that nobody touched, for 1, 2 and 3 processes."""
+    done = {}
+
+    def get(nproc, *more):
+        if (nproc, more) not in done:
+            done[nproc, more] = tmp_path_factory.mktemp("untouched")
+            run(*training(nproc, data, done[nproc, more], *more))
+        return done[nproc, more]
+
+    return get
+
+
+def training(nproc, data, out, *more, restarts=0):
+    launcher = torchrun(nproc, f"--max-restarts={restarts}") if nproc > 1 else [sys.executable]
+    return [*launcher, SCRIPT, *TINY, *LONG, "--data", data, "--out", out, *more]
+
+
+def signalled(p, pids, signum, line):
+    """Read up to a line, signal processes, read the rest. Returns the whole output."""
+    before = read_until(p, line)
+    for pid in pids(p):
+        os.kill(pid, signum)
+    return before + p.communicate(timeout=120)[0]
+
+
+@pytest.mark.parametrize("nproc, signum, line", [(1, signal.SIGTERM, "step 25/"), (1, signal.SIGUSR1, "threads"), (3, signal.SIGINT, "step 25/"),
+                                                 (2, signal.SIGTERM, "step 33/")])
+def test_stop_and_resume_is_bit_identical(data, tmp_path, untouched, nproc, signum, line):
+    """A signal to one rank; in the middle of an epoch, at the start, before an evaluation. All leave together; the next start ends
+    with the same bits. Three processes: DDP's order of summation matters. With restarts left torchrun does not restart them."""
+    pids = (lambda p: [p.pid]) if nproc == 1 else (lambda p: [ranks(p.pid)[-1]])
+    with start(*training(nproc, data, tmp_path, restarts=3)) as p:
+        printed = signalled(p, pids, signum, line)
+    assert f"stopped by {signum.name}" in printed and "Traceback" not in printed and printed.count("threads)") == 1, printed
+    assert p.returncode == (128 + signum if nproc == 1 else 0)
+    step = int(re.search(r"at step (\d+)", printed)[1])
+    assert load(tmp_path)["step"] == step < 100 * max(1, 3 - nproc) + 400
+    again = run(*training(nproc, data, tmp_path))
+    assert f"going on from {tmp_path}/checkpoint.pt" in again and f"step {step}" in again and f"step {step + 1}/" in again
+    assert_same_run(tmp_path, untouched(nproc))
+
+
+def test_stop_signal_to_the_launcher_and_during_evaluation(data, tmp_path, untouched):
+    """Every step ends with an evaluation, so the signal comes in one. DataLoader workers get it as well and stay alive."""
+    more = ("--eval-every", "1", "--workers", "1", "--epochs", "3")
+    with start(*training(2, data, tmp_path, *more)) as p:
+        printed = signalled(p, lambda p: [*tree(p.pid), p.pid], signal.SIGTERM, "step 9/")
+    assert "stopped by SIGTERM" in printed and "DataLoader" not in printed and p.returncode != 0, printed
+    run(*training(2, data, tmp_path, *more))
+    assert_same_run(tmp_path, untouched(2, *more))
+
+
+def test_second_sigint_stops_at_once(data, tmp_path):
+    with start(*training(1, data, tmp_path)) as p:
+        read_until(p, "step 2/")  # from here on nobody reads: it blocks in print and cannot reach a step boundary
+        while int.from_bytes(fcntl.ioctl(p.stdout, termios.FIONREAD, bytes(4)), sys.byteorder) < 4000:
+            assert p.poll() is None
+        p.send_signal(signal.SIGINT)
+        time.sleep(1.2)  # within a second it counts as the same Ctrl-C
+        p.send_signal(signal.SIGINT)
+        p.wait(timeout=60)
+    assert p.returncode == -signal.SIGINT
+
+
+def test_spawn_passes_signals_on(data, tmp_path):
+    with start(*training(1, data, tmp_path), "--spawn", 2) as p:
+        printed = signalled(p, lambda p: [p.pid], signal.SIGTERM, "step 5/")
+    assert p.returncode == 128 + signal.SIGTERM and printed.count("stopped by SIGTERM") == 1 and "Traceback" not in printed
+
+
+def kill_once(data, out, seed, workers=1):
+    """One SIGKILL at a random moment, then restarts where none happens by itself. Returns what was killed."""
+    rng = random.Random(seed)
+    victim = rng.choice(["rank 0", "rank 1", "loader", "agent", "all"])
+    more = ("--workers", str(workers))
+    with start(*training(2, data, out, *more, restarts=3)) as p:
+        if rng.random() < 0.8:
+            read_until(p, f"step {rng.randint(1, 400)}/|done:")
+        else:
+            read_until(p, "OMP|processes")
+            time.sleep(rng.random() * 4)  # any moment of the start
+        pids = ranks(p.pid)
+        loaders = [c for r in pids for c in children(r)]
+        hit = {"rank 0": pids[:1], "rank 1": pids[1:], "loader": loaders[:1], "agent": [p.pid], "all": [p.pid, *pids, *loaders]}[victim]
+        for pid in hit:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        printed = p.communicate(timeout=120)[0]  # until the last of them is gone: without torchrun the ranks stop by themselves
+    if p.returncode:
+        printed += run(*training(2, data, out, *more))
+    assert "done:" in printed or "nothing left to do" in printed, printed
+    return victim
+
+
+@pytest.mark.parametrize("seed", [4, 10, 16])
+def test_kill_9(data, tmp_path, untouched, seed):
+    print(kill_once(data, tmp_path, seed))
+    assert_same_run(tmp_path, untouched(2))
+
+
+@pytest.mark.faults
+def test_kill_9_long(data, tmp_path, untouched):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    victims = []
+    for i in range(int(os.environ.get("KILLS", 100))):
+        print(f"kill {i}: SEED={seed + i} KILLS=1", end=" ", flush=True)
+        victims.append(kill_once(data, tmp_path / str(i), seed + i))
+        print(victims[-1], flush=True)
+        assert_same_run(tmp_path / str(i), untouched(2))
+        shutil.rmtree(tmp_path / str(i))
+    print({v: victims.count(v) for v in set(victims)})
+
+
+@pytest.mark.faults
+def test_clean_exits_long(data, tmp_path):
+    for i in range(20):
+        printed = run(*training(2, data, tmp_path / str(i), "--max-steps", "5"))
+        assert not re.search("Traceback|terminate called|Fatal", printed)
+
+
+def damage(content, rng):
+    content, kind = bytearray(content), rng.choice(["bit", "bit", "bit", "truncated", "zeros", "garbage"])
+    if kind == "bit":
+        at = rng.randrange(len(content)) if rng.random() < 0.7 else len(content) - 1 - rng.randrange(4000)
+        content[at] ^= 1 << rng.randrange(8)
+    elif kind == "truncated":
+        del content[rng.randrange(len(content)) :]
+    elif kind == "zeros":
+        at = rng.randrange(len(content))
+        content[at : at + 512] = bytes(len(content[at : at + 512]))
+    else:
+        content = bytearray(rng.randbytes(rng.randrange(3000)))
+    return bytes(content)
+
+
+def damaged_files(data, tmp_path, count, seed):
+    ddp_train.main([*TINY, "--data", str(data), "--out", str(tmp_path), "--max-steps", "4", "--save-every", "2"])
+    path, good = tmp_path / "checkpoint.pt", (tmp_path / "checkpoint.pt").read_bytes()
+    truth, before = dict(flat(ddp_train.load_checkpoint(good))), dict(flat(load(tmp_path, "checkpoint.prev.pt")))
+    rng, fell_back = random.Random(seed), 0
+    for i in range(count):
+        path.write_bytes(damage(good, rng))
+        step, content = ddp_train.Checkpoint(tmp_path).read()
+        got, want = dict(flat(ddp_train.load_checkpoint(content))), {4: truth, 2: before}[step]
+        assert all(torch.equal(got[k], v) if isinstance(v, torch.Tensor) else got[k] == v for k, v in want.items()), f"SEED={seed}, file {i}"
+        fell_back += step == 2
+    return fell_back
+
+
+def test_damaged_checkpoints(main, data, tmp_path, capfd):
+    assert damaged_files(data, tmp_path, 50, seed=0) > 40  # a flip in the padding between records harms nothing
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 4)
+    assert code == 0 and re.search("warning: .*checkpoint.pt is damaged.* going on from .*checkpoint.prev.pt", text) and load(tmp_path)["step"] == 4
+    assert load(tmp_path, "checkpoint.prev.pt")["step"] == 2  # the damaged one did not take its place
+    good = (tmp_path / "checkpoint.pt").read_bytes()
+    for name in ("checkpoint.pt", "checkpoint.prev.pt"):
+        (tmp_path / name).write_bytes(good[:-100])
+    code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 9)
+    assert code == 1 and "nothing to go on from" in text and text.count("\n") == 1
+    assert (tmp_path / "checkpoint.pt").read_bytes() == good[:-100]
+
+
+@pytest.mark.faults
+def test_damaged_checkpoints_long(data, tmp_path):
+    seed = int(os.environ.get("SEED", random.randrange(10**6)))
+    print(f"SEED={seed}", flush=True)
+    print(damaged_files(data, tmp_path, 1000, seed), "of 1000 damaged files refused, the rest unharmed where it counts")
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def test_checkpoint_is_data_not_code(main, data, tmp_path, monkeypatch):
+    """Here, and as the file of a rank other than 0 on a disk of its own."""
+    import pickle
+    bomb = tmp_path / "exploded"
+    monkeypatch.setenv("BOMB", str(bomb))
+    for i, write in enumerate((lambda p: torch.save({"step": 10**6, "model": Bomb()}, p), lambda p: p.write_bytes(pickle.dumps(Bomb())))):
+        (tmp_path / f"{i}").mkdir()
+        write(tmp_path / f"{i}" / "checkpoint.pt")
+        code, text = main(*TINY, "--data", data, "--out", tmp_path / f"{i}")
+        assert code == 1 and "not a checkpoint" in text and not bomb.exists()
+    with contextlib.ExitStack() as stack:
+        both = by_hand(stack, 2, SCRIPT, *TINY, "--data", data, "--out", lambda r: tmp_path / ("0" if r else "new"))
+        outs = [p.communicate(timeout=60)[0] for p in both]
+    assert [p.returncode for p in both] == [1, 1] and "not a checkpoint" in outs[1] and not bomb.exists()
+
+
+def test_node_with_an_empty_disk_catches_up(data, tmp_path, untouched):
+    """Two nodes with a disk each: the newest checkpoint is on rank 1's, and rank 0 goes on from it."""
+    with start(*training(2, data, tmp_path / "b")) as p:
+        signalled(p, lambda p: ranks(p.pid), signal.SIGTERM, "step 40/")
+    with contextlib.ExitStack() as stack:
+        both = by_hand(stack, 2, SCRIPT, *TINY, *LONG, "--data", data, "--out", lambda r: tmp_path / "ab"[r])
+        outs = [p.communicate(timeout=60)[0] for p in both]
+    assert "going on" in outs[0], outs
+    for (name, x), (_, y) in zip(flat(load(tmp_path / "a")), flat(load(untouched(2))), strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, name
+
+
+def test_resume_at_another_world_size(data, tmp_path):
+    """4, then 2, then 1 process, each stopped in the middle of the epoch: every sample once."""
+    out, seen = tmp_path / "out", []
+    for nproc, more in ((4, "--batch-size 3 --max-steps 5"), (2, "--batch-size 5 --max-steps 12"), (0, "--batch-size 7")):
+        skip = 1 if nproc else 0  # the rehearsal
+        seen += [i for rank in run_worker(nproc, out, "--data", data, *more.split()) for i in sum(rank["indices"][skip:], [])]
+    assert sorted(seen) == list(range(238))
+
+
+def test_full_disk(data, tmp_path):
+    """The file-size limit stands for a full disk: the run stops, with the old checkpoint intact."""
+    import resource
+    run(*training(1, data, tmp_path, "--max-steps", "7"))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    printed = run(*training(2, data, tmp_path), code=1, preexec_fn=limit)
+    assert "cannot save" in printed and "is intact" in printed and "ddp_train.py\", line" not in printed, printed
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before and not (tmp_path / "checkpoint.tmp").exists()
+
+
+def test_two_runs_into_one_folder(main, data, tmp_path):
+    with start(*training(1, data, tmp_path)) as first:
+        read_until(first, "step 3/")  # now it blocks, and keeps the folder
+        code, text = main(*TINY, "--data", data, "--out", tmp_path, "--fresh")
+        assert code == 1 and "in use by another run" in text and not (tmp_path / "old-1").exists()
+
+
+def test_rank_that_raises(data, tmp_path):
+    """Its traceback stands once and first; the others end with a line each."""
+    printed = run(*torchrun(3), __file__, "faulty", "raise", "1", *TINY, "--data", data, "--out", tmp_path, code=1)
+    assert printed.count("ValueError: boom\n") >= 1 and printed.count("failed:\nTraceback") == 1, printed
+    ours = printed[printed.index("failed:\n") :]
+    assert "rank 1" in printed[: printed.index("failed:\n")].splitlines()[-1] and "boom" in ours.split("Traceback")[1]
+    assert "stops, another rank failed" not in printed[: printed.index("failed:\n")]
+
+
+def test_rank_that_hangs(data, tmp_path):
+    with contextlib.ExitStack() as stack:
+        both = by_hand(stack, 2, __file__, "faulty", "hang", "1", *TINY, "--data", data, "--out", tmp_path, "--timeout", "4")
+        printed = both[0].communicate(timeout=60)[0]
+        assert both[0].returncode == 1 and "waited --timeout for rank 1 in `" in printed and "backward" in printed, printed
+
+
+def test_fresh_is_not_repeated_by_a_restart(data, tmp_path):
+    with start(*training(2, data, tmp_path, "--fresh", restarts=2)) as p:
+        before = read_until(p, "step 30/")
+        os.kill(ranks(p.pid)[1], signal.SIGKILL)
+        printed = before + p.communicate(timeout=120)[0]
+    assert "going on from" in printed and p.returncode == 0 and not (tmp_path / "old-1").exists()
+
+
+# ---- Two hosts: network and UTS namespaces, a wire, no DNS; each name leads to 127.0.1.1 on its own host and nowhere elsewhere. ----
+def can_make_hosts():
+    return sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare") and subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "veth-probe", "type", "veth"], capture_output=True).returncode == 0
+
+
+needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="needs root on Linux with `ip` and network namespaces")
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Command prefixes that run something on host a (10.77.0.1) and on host b (10.77.0.2), and `ip` in each."""
+    names = [f"ddp{os.getpid()}{x}" for x in "ab"]
+    ip = lambda *args: subprocess.run(["ip", *args], check=True, capture_output=True)
+    try:
+        for n in names:
+            ip("netns", "add", n)
+        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
+        prefixes = []
+        for i, n in enumerate(names):
+            ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                ip("-n", n, "link", "set", device, "up")
+            (tmp_path / f"hosts{i}").write_text(f"127.0.0.1 localhost\n127.0.1.1 host{'ab'[i]}\n")
+            (tmp_path / "resolv.conf").write_text("")
+            prefixes.append(["ip", "netns", "exec", n, "unshare", "--uts", "--mount", "sh", "-c",
+                             f"hostname host{'ab'[i]}; mount --bind {tmp_path}/hosts{i} /etc/hosts; mount --bind {tmp_path}/resolv.conf /etc/resolv.conf; "
+                             'exec "$@"', "sh"])
+        yield prefixes, lambda i, *args: ip("-n", names[i], *args)
+    finally:
+        for n in names:
+            for pid in subprocess.run(["ip", "netns", "pids", n], capture_output=True, text=True).stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", n], capture_output=True)
+
+
+def node(hosts, i, out, *args, **env):
+    env = {"MASTER_ADDR": "10.77.0.1", "NNODES": "2", "PYTHON": sys.executable, **env}
+    return start(HERE / "run_multi_node.sh", *TINY, "--out", out / "ab"[i], *args, env=env, prefix=hosts[0][i])
+
+
+@needs_hosts
+@pytest.mark.parametrize("first, nproc, ranked, name", [(0, 1, False, "10.77.0.1"), (1, 2, False, "10.77.0.1"), (1, 1, True, "10.77.0.1"), (0, 1, False, None)])
+def test_two_bare_hosts(hosts, data, tmp_path, first, nproc, ranked, name):
+    """In either order, with NODE_RANK and without, one and two processes each; host a may know itself by its name."""
+    with contextlib.ExitStack() as stack:
+        both = {i: stack.enter_context(node(hosts, i, tmp_path, "--data", data, "--max-steps", "3", NPROC_PER_NODE=str(nproc),
+                **({"NODE_RANK": str(i)} if ranked else {}), **({} if name or i else {"MASTER_ADDR": "hosta"}))) for i in (first, 1 - first)}
+        outs = {i: p.communicate(timeout=100)[0] for i, p in both.items()}
+    assert [p.returncode for p in both.values()] == [0, 0], outs
+    assert f"{2 * nproc} processes on 2 nodes, gloo" in outs[0] + outs[1] and (outs[0] + outs[1]).count("done:") == 1
+    assert "10.77.0.1 on wire" in outs[0] and "this node" in outs[0] and "10.77.0.2 on wire leads to 10.77.0.1" in outs[1]
+    assert len(list(tmp_path.glob("*/checkpoint.pt"))) == 1 and (not ranked or (tmp_path / "a/checkpoint.pt").exists())
+
+
+@needs_hosts
+def test_nodes_that_do_not_meet(hosts, data, tmp_path):
+    with contextlib.ExitStack() as stack:
+        a = stack.enter_context(node(hosts, 0, tmp_path, RDZV_TIMEOUT="12"))
+        b = stack.enter_context(node(hosts, 1, tmp_path, RDZV_TIMEOUT="12", NNODES="3"))
+        printed = b.communicate(timeout=60)[0], a.communicate(timeout=60)[0]
+        assert "NNODES is 3 on this node, hostb, and 2 on 10.77.0.1" in printed[0] and b.returncode == 2, printed
+        assert "only 1 of 2 nodes came within 12 s" in printed[1] and a.returncode != 0 and "Traceback" not in printed[1]
+    with node(hosts, 1, tmp_path, RDZV_TIMEOUT="2") as b:
+        printed = b.communicate(timeout=60)[0]
+        assert "nobody serves 10.77.0.1:29500 after 2 s" in printed and b.returncode == 2, printed
+    with node(hosts, 1, tmp_path, MASTER_ADDR="10.99.0.1") as b:
+        assert "no route" in b.communicate(timeout=60)[0] and b.returncode == 2
+
+
+@needs_hosts
+@pytest.mark.parametrize("fault", ["killed", "cut"])
+def test_elastic_node_leaves_and_returns(hosts, data, tmp_path, fault):
+    """NNODES=1:2. Host b dies or loses its wire: a goes on alone from the last checkpoint. b returns: a takes it back."""
+    args = ["--data", data, "--epochs", "2000", "--save-every", "20", "--log-every", "10"]
+    with contextlib.ExitStack() as stack:
+        a, b = (stack.enter_context(node(hosts, i, tmp_path, *args, NNODES="1:2", MAX_RESTARTS="9")) for i in (0, 1))
+        before = read_until(a, "2 processes on 2 nodes") + read_until(a, r"step [4-9]\d/")
+        if fault == "killed":
+            for pid in [*tree(b.pid), b.pid]:
+                os.kill(pid, signal.SIGKILL)
+        else:
+            hosts[1](1, "link", "set", "wire", "down")
+        alone = read_until(a, "1 process on 1 node") + read_until(a, "going on from")
+        assert int(re.search(r"going on from .* step (\d+)", alone)[1]) >= 20, before + alone
+        if fault == "cut":
+            hosts[1](1, "link", "set", "wire", "up")
+        again = stack.enter_context(node(hosts, 1, tmp_path, *args, NNODES="1:2", MAX_RESTARTS="9"))
+        assert "going on from" in read_until(a, "2 processes on 2 nodes") + read_until(a, "going on from")
+        again.send_signal(0)
+
+
+if __name__ == "__main__":
+    {"worker": worker, "faulty": faulty}[sys.argv[1]](*sys.argv[2:])
