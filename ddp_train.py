@@ -691,8 +691,8 @@ class LossMeter:
         return ago
 
 
-def wrap(model, place, hook="none", sync_bn=False):
-    """Wrap `model` in DDP. Returns it unchanged where there is no process group."""
+def wrap(model, place, hook="none"):
+    """Wrap `model` in DDP, or return it where there is no process group. Raises UserError for a hook that torch refuses."""
     if not dist.is_initialized():
         return model
     one_bucket = {"bucket_cap_mb": 1 << 20} if hook == "powersgd" and place.device.type == "cpu" else {}
@@ -703,7 +703,10 @@ def wrap(model, place, hook="none", sync_bn=False):
         ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), power.powerSGD_hook)
     elif hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        ddp.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+        try:
+            ddp.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+        except TypeError as e:
+            raise UserError(f"--comm-hook {hook} does not work with {dist.get_backend()}, fp16 does ({e})") from e
     return ddp
 
 
@@ -791,7 +794,7 @@ def train(args, place, stop):
     scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     amp = (lambda: torch.autocast(place.device.type, dtype)) if dtype else contextlib.nullcontext
-    ddp = wrap(model, place, args.comm_hook)
+    ddp = together(place, lambda: wrap(model, place, args.comm_hook))
     runner = torch.compile(ddp) if args.compile else ddp
     if world > 1:
         # DDP lays out its buckets anew after its first backward pass, and with it the order in which three ranks or more
@@ -886,7 +889,7 @@ def train(args, place, stop):
                         f"{rate:,.0f} tokens/s", flush=True)
             if share is None and world > 1 and (share := waiting_share(ddp)) is not None:
                 say(f"{share:.0%} of a step waits for the all-reduce" + (
-                    ": --comm-hook bf16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""), flush=True)
+                    ": --comm-hook fp16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""), flush=True)
         if evaluating and not stopping:
             start = time.perf_counter()
             val_loss = evaluate(model, val_set, place, args.batch_size, amp=amp, stop=stop, workers=args.workers)

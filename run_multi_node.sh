@@ -129,6 +129,8 @@ case "$options" in *--signals-to-handle*) set -- --signals-to-handle=SIGTERM,SIG
 if [ -n "${NODE_RANK:-}" ]; then
   set -- --node-rank="$NODE_RANK" --master-addr="$master" --master-port="$MASTER_PORT" "$@"
 else
+  # Rank 0 tells where its store is in the first round only, if torchrun shares its own: a node that comes later waits for ever.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   set -- --rdzv-backend=c10d --rdzv-id="${RDZV_ID:-ddp_train}" --rdzv-endpoint="$master:$MASTER_PORT" \
     --rdzv-conf="is_host=$is_host,join_timeout=$((RDZV_TIMEOUT + 60)),last_call_timeout=10" "$@"
 fi

@@ -571,6 +571,18 @@ def test_checkpoint_of_another_run(main, data, tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "sync-every"])
+def test_communication(data, tmp_path, hook):
+    """Compressed or rarer, it still trains, and all ranks hold one model; what gloo cannot do is refused in a line."""
+    option = ["--sync-every", "4"] if hook == "sync-every" else ["--comm-hook", hook]
+    printed = run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 50, "--lr", "3e-3", *option, code=int(hook == "bf16"))
+    if hook == "bf16":
+        assert printed.count("ddp_train.py: error: --comm-hook bf16 does not work with gloo") == 1 and "ddp_train.py\", line" not in printed
+    else:
+        assert losses(tmp_path)[50] < 0.8 * losses(tmp_path)[1] and "one all-reduce of the gradients" in printed
+        assert hook == "sync-every" or re.search(r"\d+% of a step waits for the all-reduce", printed)
+
+
 def test_bad_input_on_all_ranks_and_on_one(data, tmp_path):
     """Two ranks say it once; where only node 1 knows (its data are missing or differ), both end, with its name."""
     printed = run(*torchrun(2), SCRIPT, *TINY, "--data", "/no/such", "--out", tmp_path, code=1)
@@ -589,6 +601,130 @@ def test_bad_input_on_all_ranks_and_on_one(data, tmp_path):
         assert [p.returncode for p in both] == [1, 1] and "".join(outs).count("\n") == 1 and says in "".join(outs), outs
         assert "rank 1 (host" in "".join(outs) or "No such file" in outs[1]
         assert not (tmp_path / "out").exists()
+
+
+# ---- Speed: `make bench`. Ratios within one run, interleaved, medians; nothing is asserted about time. ----
+def bare_loop(args, place, steps):
+    """The shortest loop there is, on batches that are in memory already."""
+    model = ddp_train.build_model(args).to(place.device)
+    ddp = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    ddp = torch.compile(ddp) if args.compile else ddp
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
+    batches = [torch.randint(256, (2, args.batch_size, args.seq_len), device=place.device) for _ in range(4)]
+    for i in range(steps):
+        x, y = batches[i % 4]
+        with torch.autocast(place.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            loss = ddp_train.loss_fn(ddp(x), y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+
+def bench_worker(out, kind, steps, *argv):
+    """Times bare_loop and ddp_train in turn; rank 0 writes seconds per step of each, and the peak memory of this process."""
+    import resource
+    steps, times, stamps = int(steps), {"bare": [], "ours": []}, []
+    place = ddp_train.init_distributed(ddp_train.parse_args(argv).device)
+
+    def stamp(*_):
+        if place.device.type == "cuda" and len(stamps) in (5, steps - 1):
+            torch.cuda.synchronize()
+        stamps.append(time.perf_counter())
+
+    register_optimizer_step_pre_hook(stamp)
+    with ddp_train.process_group(place):
+        for rep in range(5 if kind == "both" else 1):
+            for name in ("bare", "ours"):
+                stamps.clear()
+                args = ddp_train.parse_args([*argv, "--max-steps", str(steps), "--out", f"{out}/{rep}"])
+                if name == "bare" and kind != "ours":
+                    bare_loop(args, place, steps)
+                elif name == "ours" and kind != "bare":
+                    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+                        ddp_train.train(args, place, ddp_train.StopRequest())
+                if stamps:
+                    times[name].append((stamps[-1] - stamps[5]) / (len(stamps) - 6))
+                    times["steps"] = [b - a for a, b in zip(stamps, stamps[1:])]
+    if place.is_main:
+        Path(f"{out}.json").write_text(json.dumps({**times, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+
+
+def bench_run(nproc, out, kind, steps, *argv, **env):
+    launcher = torchrun(nproc) if nproc > 1 else [sys.executable]
+    run(*launcher, __file__, "bench_worker", out, kind, steps, *argv, env=env, timeout=600)
+    return json.loads(Path(f"{out}.json").read_text())
+
+
+@pytest.mark.bench
+def test_bench(tmp_path):
+    middle = statistics.median
+    cpu = next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?") \
+        if Path("/proc/cpuinfo").exists() else "?"
+    print(f"\n{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {sys.version.split()[0]}; {GPUS} GPUs"
+          + (f" ({torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()})" if GPUS else ""))
+    small = ["--device", "cpu", "--batch-size", "16", "--warmup-steps", "10"]
+    for nproc, threads in ((1, os.cpu_count()), (2, max(1, os.cpu_count() // 2))):
+        r = bench_run(nproc, tmp_path / f"both{nproc}", "both", 120, *small, OMP_NUM_THREADS=str(threads))
+        ratios = [b / o for b, o in zip(r["bare"], r["ours"])]
+        print(f"{nproc} process(es) x {threads} thread(s): {middle(ratios):.3f} of the bare loop's throughput "
+              f"(5 pairs: {min(ratios):.3f} to {max(ratios):.3f}; {16 * 128 * nproc / middle(r['ours']):,.0f} tokens/s)")
+    pairs = []
+    for i in range(3):
+        one, two = (bench_run(n, tmp_path / f"scale{n}.{i}", "ours", 100, *small, OMP_NUM_THREADS="1")["ours"][0] for n in (1, 2))
+        pairs.append(one / two)
+    print(f"2 processes over twice one, one thread each: {middle(pairs):.3f} (3 pairs: {min(pairs):.3f} to {max(pairs):.3f})")
+    memory = {k: bench_run(1, tmp_path / f"memory-{k}", k, 20, *small)["rss"] for k in ("bare", "ours")}
+    print(f"peak memory of a process: {memory['ours'] / memory['bare']:.3f} of the bare loop's ({memory['bare'] / 1024:.0f} MiB)")
+    starts = []
+    for i in range(3):
+        begin = time.perf_counter()
+        run(sys.executable, "-c", "import torch, torch.distributed, torch._dynamo")
+        imports = time.perf_counter() - begin
+        with start(sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path / f"start{i}", "--log-every", 1, "--max-steps", 9) as p:
+            begin = time.perf_counter()
+            read_until(p, "step 1/")
+            starts.append((time.perf_counter() - begin - imports, imports))
+    print(f"from the command to the first step: {middle(s for s, _ in starts):.2f} s + {middle(i for _, i in starts):.2f} s to import torch (and torch._dynamo, which its optimizers import)")
+    big = ["--device", "cpu", "--layers", "14", "--heads", "12", "--dim", "768", "--seq-len", "64", "--batch-size", "4", "--log-every", "1"]
+    steps = bench_run(1, tmp_path / "save", "ours", 9, *big, "--save-every", "4", OMP_NUM_THREADS=str(os.cpu_count()))["steps"]
+    usual = middle(steps[:3])
+    print(f"a save of 100 million parameters (1.2 GB with AdamW's moments): steps 1 to 8 took {' '.join(f'{s / usual:.2f}' for s in steps)} of "
+          f"a usual step ({usual:.2f} s); saved after step 4 and 8")
+    if GPUS:
+        shape = ["--layers", "12", "--heads", "12", "--dim", "768", "--seq-len", "1024", "--batch-size", "32", "--precision", "bf16"]
+        for more in ([], ["--compile"]):
+            r = bench_run(1, tmp_path / f"gpu{len(more)}", "both", 60, *shape, *more, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+            n = sum(p.numel() for p in ddp_train.ByteTransformer(12, 12, 768, 1024).parameters())
+            flops = (6 * n + 12 * 12 * 768 * 1024) * 32 * 1024  # per step, of PaLM's appendix B
+            print(f"GPT-2-small shape, bf16, NCCL {' '.join(more)}: {middle(b / o for b, o in zip(r['bare'], r['ours'])):.3f} of the bare loop, "
+                  f"{flops / middle(r['ours']) / 1e12:.0f} TFLOP/s of the model")
+
+
+@pytest.mark.bench
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root on Linux with `ip` and `tc`")
+def test_bench_slow_wire(hosts, tmp_path):
+    """Two hosts and 100 Mbit/s between them; the same number of samples for each."""
+    prefixes, _ = hosts
+    results = {}
+    for wire in ("no limit", "100 Mbit/s"):
+        if wire != "no limit":
+            for prefix in prefixes:
+                subprocess.run([*prefix, "tc", "qdisc", "add", "dev", "wire", "root", "tbf", "rate", "100mbit", "burst", "128kb", "latency", "50ms"], check=True)
+        for options in ("", "--comm-hook fp16", "--comm-hook powersgd", "--sync-every 8", "--sync-every 16", "--accum 4") if wire != "no limit" else ("",):
+            out = tmp_path / f"{wire}{options}".replace(" ", "").replace("/", "")
+            out.mkdir()
+            steps = 60 if "accum" in options else 240
+            with contextlib.ExitStack() as stack:
+                nodes = [stack.enter_context(start(HERE / "run_multi_node.sh", "--device", "cpu", "--batch-size", "16", "--max-steps", steps, "--out", out / "ab"[i],
+                         "--no-scale-lr", *options.split(), prefix=prefixes[i], env={"MASTER_ADDR": "10.77.0.1", "NODE_RANK": str(i), "PYTHON": sys.executable})) for i in (0, 1)]
+                printed = [p.communicate(timeout=300)[0] for p in nodes][0]
+            rate = statistics.median(m["tokens_per_s"] for m in metrics(out / "a") if "loss" in m and m["step"] > 20)
+            loss = [m["val_loss"] for m in metrics(out / "a") if "val_loss" in m][-1]
+            results[wire, options] = rate, loss
+            say = re.search(r"one all-reduce.*", printed)[0], *re.findall(r"\d+% of a step waits.*", printed)
+            print(f"{wire:11} {options or 'plain DDP':22} {rate:8,.0f} bytes/s  {rate / results['no limit', ''][0]:.2f} of no limit  "
+                  f"held-out loss {loss:.4f} ({loss / results['no limit', ''][1] - 1:+.1%})  {say[0]}; {say[-1][:40]}", flush=True)
 
 
 # ---- Faults ----
@@ -944,4 +1080,4 @@ def test_elastic_node_leaves_and_returns(hosts, data, tmp_path, fault):
 
 
 if __name__ == "__main__":
-    {"worker": worker, "faulty": faulty}[sys.argv[1]](*sys.argv[2:])
+    {"worker": worker, "faulty": faulty, "bench_worker": bench_worker}[sys.argv[1]](*sys.argv[2:])
