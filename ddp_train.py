@@ -700,7 +700,7 @@ def wrap(model, place, hook="none"):
                                   gradient_as_bucket_view=True, **one_bucket)
     if hook == "powersgd":  # on gloo its collectives keep one order on all ranks only with a single bucket
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), power.powerSGD_hook)
+        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=12, start_powerSGD_iter=10), power.powerSGD_hook)
     elif hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         try:
@@ -746,7 +746,7 @@ def evaluate(model, dataset, place, batch_size, loss_fn=loss_fn, amp=contextlib.
 
 
 def average(tensors):
-    """Replace each tensor by its mean over all ranks (local SGD). All ranks call it."""
+    """Give each tensor (not a view: torch sets its .data) the mean over all ranks: local SGD. All ranks call it."""
     from torch.distributed.algorithms.model_averaging.utils import average_parameters
     average_parameters(iter(tensors), dist.group.WORLD)
 
@@ -864,7 +864,7 @@ def train(args, place, stop):
         saving = step > saved and (finished or stopping or step % args.save_every == 0)
         if args.sync_every > 1 and world > 1 and (step % args.sync_every == 0 or evaluating or saving):
             moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()] if saving else []
-            average([p.data for p in model.parameters()] + moments)
+            average([*model.parameters(), *moments])
         if logging or saving or evaluating:
             ago = meter.reduce(check_norm=not scaler.is_enabled())
             if ago is not None:
