@@ -523,7 +523,7 @@ class Checkpoint:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock_file = open(self.folder / ".lock", "a+")
-            for attempt in range(100):  # a run that was told to stop may still be saving
+            for attempt in range(50):  # a run that was told to stop may still be saving
                 with contextlib.suppress(BlockingIOError, PermissionError):
                     return fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, as flock is
                 time.sleep(0.1)
@@ -700,7 +700,7 @@ def wrap(model, place, hook="none"):
                                   gradient_as_bucket_view=True, **one_bucket)
     if hook == "powersgd":  # on gloo its collectives keep one order on all ranks only with a single bucket
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=12, start_powerSGD_iter=10), power.powerSGD_hook)
+        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=10), power.powerSGD_hook)
     elif hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         try:

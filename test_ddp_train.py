@@ -4,6 +4,7 @@
     pytest -m faults test_ddp_train.py     the long form: many kills, many damaged files (SEED=... repeats one)
     pytest -s -m bench test_ddp_train.py   speed against the bare loop
 """
+import concurrent.futures
 import contextlib
 import fcntl
 import itertools
@@ -217,8 +218,10 @@ def worker(out, *argv):
             seen["trained"] = [float(p.detach().double().sum()) for p in trained.pop().parameters()]
             if place.rank == int(os.environ.get("LATE_RANK", -1)):
                 time.sleep(4)
+            seen["ready"] = time.time()
     except SystemExit as e:
         code = e.code
+    seen["left"] = time.time()
     seen["threads"] = [c for t in os.listdir("/proc/self/task") if "runloop" in (c := Path(f"/proc/self/task/{t}/comm").read_text())]
     Path(out, f"seen.{place.rank}.json").write_text(json.dumps(seen))
     sys.exit(code)
@@ -321,7 +324,9 @@ def test_random_numbers(same):
 
 def test_groups_end_cleanly(same):
     """After destroy_process_group no gloo thread is left: one that is ends the interpreter with an abort, now and then.
-    run_worker has seen exit code 0 and no warning; rank 1 reached its end 4 s after the others."""
+    run_worker has seen exit code 0 and no warning. Rank 1 reached its end 4 s after the others, and they waited for it."""
+    for seen, _ in same.values():
+        assert min(rank["left"] for rank in seen) >= max(rank["ready"] for rank in seen)
     assert all(rank["threads"] == [] for seen, _ in same.values() for rank in seen)
 
 
@@ -360,6 +365,21 @@ def test_started_by_hand_only_rank_0_speaks(data, tmp_path):
     assert outs[1] == outs[2] == ""
 
 
+def test_restarted_ranks_find_each_other():
+    """torchrun's store keeps what the ranks before a restart left in it. Rank 1, back first, must not take that for an answer."""
+    store, names = dist.HashStore(), []
+    for _ in range(3):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            one = pool.submit(ddp_train.generation, store, 1, 2, 20)
+            time.sleep(0.1)  # enough to be misled; not needed to pass
+            zero = pool.submit(ddp_train.generation, store, 0, 2, 20)
+            assert one.result() == zero.result()
+            names.append(one.result())
+    assert len(set(names)) == 3
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        ddp_train.generation(dist.HashStore(), 0, 2, 0.2)
+
+
 def test_old_launcher(data, tmp_path):
     base = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0",
             "--master_addr=localhost", f"--master_port={free_port()}"]
@@ -367,7 +387,7 @@ def test_old_launcher(data, tmp_path):
     assert "2 processes" in run(*base, "--use_env", SCRIPT, *TINY, "--data", data, "--out", tmp_path / "b", "--max_steps=2")
 
 
-@pytest.mark.parametrize("method", ["env://", "tcp", "file"])
+@pytest.mark.parametrize("method", ["env://", "file"])
 def test_spawn(data, tmp_path, method):
     url = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/rendezvous"}.get(method, method)
     printed = run(sys.executable, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "out", "--max-steps", 2, "--spawn", 2, "--init-method", url)
@@ -376,6 +396,7 @@ def test_spawn(data, tmp_path, method):
 
 def test_two_nodes_on_loopback_only_rank_0_saves(data, tmp_path):
     """Two agents with two processes each; each node has a folder of its own, and node 1's local rank 0 leaves it alone."""
+    (tmp_path / "1").mkdir()
     port = free_port()
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(start(*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={r}", "--master_addr=127.0.0.1",
@@ -502,8 +523,8 @@ def test_loss_that_is_not_finite(main, data, tmp_path, monkeypatch, at):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compile_two_processes(data, tmp_path):
-    run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3, "--compile", timeout=280)
+def test_compile(data, tmp_path):
+    run(sys.executable, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3, "--compile", timeout=280)
     assert load(tmp_path)["model"].keys() == ddp_train.ByteTransformer(1, 2, 16, 32).state_dict().keys()
 
 
@@ -578,7 +599,7 @@ def test_checkpoint_of_another_run(main, data, tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
 def test_communication(data, tmp_path, hook):
     """Compressed or rarer, it still trains, and all ranks hold one model; what gloo cannot do is refused in a line."""
     printed = run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--epochs", 2, "--max-steps", 50, "--lr", "3e-3", "--comm-hook", hook, code=int(hook == "bf16"))
@@ -673,15 +694,16 @@ def test_bench(tmp_path):
         if Path("/proc/cpuinfo").exists() else "?"
     print(f"\n{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {sys.version.split()[0]}; {GPUS} GPUs"
           + (f" ({torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()})" if GPUS else ""))
-    small = ["--device", "cpu", "--batch-size", "16", "--warmup-steps", "10"]
+    (tmp_path / "data").write_bytes(b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))[:1_000_000])
+    small = ["--device", "cpu", "--batch-size", "16", "--warmup-steps", "10", "--data", tmp_path / "data"]
     for nproc, threads in ((1, os.cpu_count()), (2, max(1, os.cpu_count() // 2))):
-        r = bench_run(nproc, tmp_path / f"both{nproc}", "both", 120, *small, OMP_NUM_THREADS=str(threads))
+        r = bench_run(nproc, tmp_path / f"both{nproc}", "both", 101, *small, OMP_NUM_THREADS=str(threads))
         ratios = [b / o for b, o in zip(r["bare"], r["ours"])]
         print(f"{nproc} process(es) x {threads} thread(s): {middle(ratios):.3f} of the bare loop's throughput "
               f"(5 pairs: {min(ratios):.3f} to {max(ratios):.3f}; {16 * 128 * nproc / middle(r['ours']):,.0f} tokens/s)")
     pairs = []
     for i in range(3):
-        one, two = (bench_run(n, tmp_path / f"scale{n}.{i}", "ours", 100, *small, OMP_NUM_THREADS="1")["ours"][0] for n in (1, 2))
+        one, two = (bench_run(n, tmp_path / f"scale{n}.{i}", "ours", 80, *small, OMP_NUM_THREADS="1")["ours"][0] for n in (1, 2))
         pairs.append(one / two)
     print(f"2 processes over twice one, one thread each: {middle(pairs):.3f} (3 pairs: {min(pairs):.3f} to {max(pairs):.3f})")
     memory = {k: bench_run(1, tmp_path / f"memory-{k}", k, 20, *small)["rss"] for k in ("bare", "ours")}
@@ -694,8 +716,9 @@ def test_bench(tmp_path):
         with start(sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path / f"start{i}", "--log-every", 1, "--max-steps", 9) as p:
             begin = time.perf_counter()
             read_until(p, "step 1/")
-            starts.append((time.perf_counter() - begin - imports, imports))
-    print(f"from the command to the first step: {middle(s for s, _ in starts):.2f} s + {middle(i for _, i in starts):.2f} s to import torch (and torch._dynamo, which its optimizers import)")
+            starts.append((time.perf_counter() - begin, imports))
+    print(f"from the command to the first step: {middle(s for s, _ in starts):.2f} s; a Python that imports torch and torch._dynamo (which its "
+          f"optimizers import) and ends: {middle(i for _, i in starts):.2f} s")
     big = ["--device", "cpu", "--layers", "14", "--heads", "12", "--dim", "768", "--seq-len", "64", "--batch-size", "4", "--log-every", "1"]
     steps = bench_run(1, tmp_path / "save", "ours", 9, *big, "--save-every", "4", OMP_NUM_THREADS=str(os.cpu_count()))["steps"]
     usual = middle(steps[:3])
@@ -739,7 +762,7 @@ def test_bench_slow_wire(hosts, tmp_path):
 
 
 # ---- Faults ----
-LONG = "--epochs 8 --dropout 0.1 --save-every 7 --eval-every 11 --lr 1e-3".split()
+LONG = "--epochs 6 --dropout 0.1 --save-every 7 --eval-every 11 --lr 1e-3".split()
 
 
 @pytest.fixture(scope="session")
@@ -788,7 +811,7 @@ def test_stop_and_resume_is_bit_identical(data, tmp_path, untouched, nproc, sign
 
 def test_stop_signal_to_the_launcher_and_during_evaluation(data, tmp_path, untouched):
     """Every step ends with an evaluation, so the signal comes in one. DataLoader workers get it as well and stay alive."""
-    more = ("--eval-every", "1", "--workers", "1", "--epochs", "3")
+    more = ("--eval-every", "1", "--workers", "1", "--epochs", "2")
     with start(*training(2, data, tmp_path, *more)) as p:
         printed = signalled(p, lambda p: [*tree(p.pid), p.pid], signal.SIGTERM, "step 9/")
     assert "stopped by SIGTERM" in printed and "DataLoader" not in printed and p.returncode != 0, printed
@@ -820,7 +843,7 @@ def kill_once(data, out, seed, workers=1):
     more = ("--workers", str(workers))
     with start(*training(2, data, out, *more, restarts=3)) as p:
         if rng.random() < 0.8:
-            read_until(p, f"step {rng.randint(1, 235)}/|done:")
+            read_until(p, f"step {rng.randint(1, 175)}/|done:")
         else:
             read_until(p, "OMP|processes")
             time.sleep(rng.random() * 4)  # any moment of the start
@@ -837,7 +860,7 @@ def kill_once(data, out, seed, workers=1):
     return victim
 
 
-@pytest.mark.parametrize("seed", [4, 16])
+@pytest.mark.parametrize("seed", [4])
 def test_kill_9(data, tmp_path, untouched, seed):
     print(kill_once(data, tmp_path, seed))
     assert_same_run(tmp_path, untouched(2))
@@ -984,7 +1007,7 @@ def test_rank_that_raises(data, tmp_path):
 
 def test_rank_that_hangs(data, tmp_path):
     with contextlib.ExitStack() as stack:
-        both = by_hand(stack, 2, __file__, "faulty", "hang", "1", *TINY, "--data", data, "--out", tmp_path, "--timeout", "4")
+        both = by_hand(stack, 2, __file__, "faulty", "hang", "1", *TINY, "--data", data, "--out", tmp_path, "--timeout", "2")
         printed = both[0].communicate(timeout=60)[0]
         assert both[0].returncode == 1 and "waited --timeout for rank 1 in `" in printed and "backward" in printed, printed
 
@@ -1016,7 +1039,7 @@ def test_readme_examples(data, tmp_path):
 def test_readme_names_what_exists():
     """Every make target and option that the README tells of is there."""
     readme, makefile, script = ((HERE / n).read_text() for n in ("README.md", "Makefile", "ddp_train.py"))
-    targets = set(re.findall(r"`?make ([a-z][a-z0-9-]+)", readme)) - {"uses", "PYTHON"}
+    targets = set(re.findall(r"(?:`|^    )make ([a-z][a-z0-9-]+)", readme, re.M))
     assert {"train", "test", "bench", "train-4gpu"} <= targets and all(re.search(f"^{t}:", makefile, re.M) for t in targets), targets
     listed = run("make", "-s", "-C", HERE, "help")
     assert all(t in listed for t in targets)
@@ -1129,6 +1152,7 @@ def test_two_bare_hosts(hosts, data, tmp_path, first, nproc, ranked, name):
 
 
 @needs_hosts
+@pytest.mark.faults
 def test_nodes_that_do_not_meet(hosts, data, tmp_path):
     with contextlib.ExitStack() as stack:
         a = stack.enter_context(node(hosts, 0, tmp_path, RDZV_TIMEOUT="12"))
