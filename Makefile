@@ -7,7 +7,7 @@ PY = .venv/bin/python
 export PYTHON := $(PYTHON)
 RUN = PYTHON=$(CURDIR)/$(PY)
 
-.PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-faults bench clean
+.PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-faults bench bench-wire clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,9 @@ test-faults: setup ## 100 kills, 1,000 damaged checkpoints: the long form
 
 bench: setup ## speed against the bare loop, on this machine
 	$(PY) -m pytest -q -s -m bench $(ARGS) test_ddp_train.py
+
+bench-wire: setup ## speed between two hosts with 100 Mbit/s between them (root, Linux, ip and tc)
+	$(PY) -m pytest -q -s -m wire $(ARGS) test_ddp_train.py
 
 clean: ## remove what setup, train and test made (the default --out, too)
 	rm -rf .venv out __pycache__

@@ -19,8 +19,10 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import functools
 import gc
 import io
+import itertools
 import json
 import math
 import mmap
@@ -43,12 +45,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FAILED = 1000  # beside the numbers of signals: a save failed
 
 
 # ---- MODEL: replace this block. The rest knows `model(x)` and `loss_fn(output, target)`, a mean over all elements. ----
@@ -142,7 +145,11 @@ def load_data(path, seq_len):
 
 # ---- ARGUMENTS ----
 class UserError(Exception):
-    """A mistake that its user can mend: reported in one line, without a traceback."""
+    """What its user can mend: reported in one line, without a traceback."""
+
+
+def first_line(error):
+    return (str(error) or repr(error)).splitlines()[0][:200]
 
 
 def complain(message):
@@ -229,24 +236,26 @@ class Place:
     local_rank: int = 0  # 0 to processes of this node - 1: which GPU
     world_size: int = 1
     store: object = None  # the key-value store of the process group; None without one
-    is_main: bool = True
+
+    @property
+    def is_main(self):
+        return self.rank == 0
 
 
-def pick_device(name, local_rank, local_world_size=None):
-    """The torch.device of this process. Raises UserError where it is not there."""
-    if name == "cpu" or (name == "auto" and not torch.accelerator.is_available()):
+def pick_device(name, local_rank=0, processes=None):
+    """The torch.device of this process, one of `processes` on this node. Raises UserError where it is not there."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "cpu" or (name == "auto" and found is None):
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cuda"
-    if name not in ("auto", kind, "cuda") and not re.fullmatch(r"\d+(,\d+)*", name):
+    kind = found.type if found else "cuda"
+    if name not in ("auto", "cuda", kind) and not re.fullmatch(r"\d+(,\d+)*", name):
         raise UserError(f"--device {name}: give auto, cpu, cuda or GPU numbers like 0,3")
-    there = torch.accelerator.device_count() if name != "cuda" or kind == "cuda" else 0
+    there = torch.accelerator.device_count() if name in ("auto", kind) or (name[0].isdigit() and found) else 0
     wanted = [int(i) for i in name.split(",")] if name[0].isdigit() else list(range(there))
-    if max(wanted, default=0) >= there:
-        raise UserError(f"insufficient {kind.upper()} devices: --device {name} needs {max(wanted, default=0) + 1}, this machine "
-                        f"has {there}; --device cpu needs none")
-    if (local_world_size or local_rank + 1) > len(wanted):
-        raise UserError(f"insufficient {kind.upper()} devices: {local_world_size or local_rank + 1} processes need as many GPUs, "
-                        f"this machine has {len(wanted)} for them; start fewer (--nproc_per_node) or use --device cpu")
+    processes = processes or local_rank + 1
+    if max(wanted, default=0) >= there or processes > len(wanted):
+        raise UserError(f"insufficient {kind.upper()} devices: {processes} process(es) with --device {name} on a machine that "
+                        f"has {there}: start fewer (--nproc_per_node), or use --device cpu")
     return torch.device(kind, wanted[local_rank])
 
 
@@ -258,28 +267,28 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
     """
     env = os.environ
     try:
-        rank, world_size = (int(env[k]) if k in env else None for k in ("RANK", "WORLD_SIZE"))
-        local_rank = int(env.get("LOCAL_RANK", -1 if local_rank is None else local_rank))
-        local_world_size = int(env["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in env else None
+        rank, world_size, env_local_rank, processes = (
+            int(env[k]) if k in env else None for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     except ValueError as e:
         raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {e}") from e
     if rank is None and world_size in (None, 1):
-        return Place(pick_device(device, 0))
+        return Place(pick_device(device))
     if rank is None or world_size is None:
         raise UserError("RANK and WORLD_SIZE go together: set both (or start with torchrun, which does)")
     if not 0 <= rank < world_size:
         raise UserError(f"RANK={rank} must be from 0 to WORLD_SIZE - 1 = {world_size - 1}")
     if init_method == "env://" and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise UserError("RANK is set, MASTER_ADDR or MASTER_PORT is not: set them to a port of rank 0's host, or use torchrun")
-    if local_rank < 0:  # Kubernetes operators do not set it
+    local_rank = local_rank if env_local_rank is None else env_local_rank
+    if local_rank is None:  # Kubernetes operators do not set it
         local_rank = rank % max(1, torch.accelerator.device_count())
-    device = pick_device(device, local_rank, local_world_size)
-    # DDP and the optimizer import torch._dynamo. Imported while there is a group, it keeps that alive for ever (as a
+    device = pick_device(device, local_rank, processes)
+    # DDP and the optimizers import torch._dynamo. Imported while there is a group, it keeps that alive for ever (as a
     # default argument), so destroy_process_group() joins no thread and one run in six aborts in the interpreter's exit.
     from torch import _dynamo  # noqa: F401
     backend = backend or dist.get_default_backend_for_device(device)
     if backend not in dist.Backend.backend_list or not dist.is_backend_available(backend):
-        raise UserError(f"--backend {backend} is not in this build of torch: try gloo" + (" or nccl" * dist.is_nccl_available()))
+        raise UserError(f"--backend {backend} is not in this build of torch: try gloo{' or nccl' * dist.is_nccl_available()}")
     if backend == "nccl" and device.type != "cuda":
         raise UserError("--backend nccl needs GPUs: leave --backend out, or use gloo")
     if device.type != "cpu":
@@ -291,14 +300,13 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
         store.set_timeout(limit)
         store = dist.PrefixStore(generation(store, rank, world_size, timeout), store)
         dist.init_process_group(
-            backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
-            store=store, rank=rank, world_size=world_size, timeout=limit,
-            device_id=device if backend == "nccl" else None)
+            backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}", store=store, rank=rank,
+            world_size=world_size, timeout=limit, device_id=device if backend == "nccl" else None)
     except (RuntimeError, ValueError, OSError) as e:
         hint = ("another program has that port: choose another" if "EADDRINUSE" in str(e) else
                 f"do all {world_size} ranks run, and is it reachable from each?")
-        raise UserError(f"rank {rank} cannot join the process group at {where}: {hint} ({str(e).splitlines()[0][:200]})") from e
-    return Place(device, rank, local_rank, world_size, store, rank == 0)
+        raise UserError(f"rank {rank} cannot join the process group at {where}: {hint} ({first_line(e)})") from e
+    return Place(device, rank, local_rank, world_size, store)
 
 
 def generation(store, rank, world_size, timeout):
@@ -320,7 +328,8 @@ def generation(store, rank, world_size, timeout):
             if store.check([f"{roll}/{r}" for r in range(world_size)]):
                 return f"{zlib.crc32(roll.encode()):08x}"
         time.sleep(0.01)
-    raise RuntimeError(f"rank {', '.join(str(r) for r in range(world_size) if not store.check([hellos[r]])) or '0'} did not come")
+    late = [str(r) for r in range(world_size) if not store.check([hellos[r]])]
+    raise RuntimeError(f"rank {', '.join(late) or '0'} did not come")
 
 
 def gather(value):
@@ -333,52 +342,46 @@ def gather(value):
 
 
 def sum_over_ranks(tensor):
-    """Sum a CPU tensor over all ranks, in place. All ranks call it."""
+    """Sum a CPU tensor over all ranks, in place, and return it. All ranks call it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
-def together(place, work):
-    """work() of this rank. Where it raises UserError on any rank, that rank says so and all ranks exit. All ranks call it."""
+def together(work):
+    """work() of this rank; where it raises UserError on any rank, all raise that. All ranks call it."""
     result, problem = None, None
     try:
         result = work()
     except UserError as e:
         problem = str(e)
-    problems = gather(problem)
-    first = next((r for r, p in enumerate(problems) if p), None)
-    if first is not None:
-        leave(place, f"ddp_train.py: error: {problems[first]}", 1, speaker=first)
+    for rank, (host, line) in enumerate(gather((socket.gethostname(), problem))):
+        if line:
+            raise UserError(f"rank {rank} (host {host}): {line}" if rank else line)
     return result
-
-
-def leave(place, message, code, speaker=0):
-    """Exit with `code` on all ranks; rank `speaker` says why. All ranks call it, at the same point."""
-    if place.rank == speaker:
-        print(message, file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 @contextlib.contextmanager
 def process_group(place):
     """Leave the group in good order: together where all ranks leave, at once where this one failed.
 
-    A rank that destroys its group while another is in a collective can abort that one: hence the last all-reduce. The
-    first rank to fail prints its traceback, before its connections break; the others see broken connections, one line each.
+    UserError and SystemExit are raised on all ranks alike; rank 0 passes the first on, to be printed. Of other errors the
+    first rank to fail prints its traceback, before its connections break; the others see those broken, a line each.
     """
     try:
         try:
             yield
+            leaving = None
+        except (UserError, SystemExit) as e:
+            leaving = e if place.is_main or isinstance(e, SystemExit) else SystemExit(1)
+            traceback.clear_frames(e.__traceback__)  # they hold the DDP module, and that the group
         except Exception as e:
             report(place, e)
-            traceback.clear_frames(e.__traceback__)  # they hold the DDP module, and that the group
-            raise SystemExit(1) from None
-        except SystemExit as e:
             traceback.clear_frames(e.__traceback__)
-            sum_over_ranks(torch.zeros(1))
-            raise
-        sum_over_ranks(torch.zeros(1))
+            raise SystemExit(1) from None
+        sum_over_ranks(torch.zeros(1))  # a rank that destroys its group while another is in a collective can abort that one
+        if leaving is not None:
+            raise leaving
     finally:
         if dist.is_initialized():
             gc.collect()  # DDP is in reference cycles
@@ -386,25 +389,22 @@ def process_group(place):
 
 
 def report(place, error):
-    """Print the traceback of the first rank that failed; on a time-out say which ranks did not answer."""
-    first, silent = True, []
-    if place.store is not None:
-        try:
-            place.store.set(f"failed/{place.rank}", "")
-            first = place.store.add("failures", 1) == 1
-            if first and re.search("timed? ?out", str(error), re.I):
-                time.sleep(3)  # the other ranks that wait give up at about the same time
-                silent = [r for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
-        except RuntimeError:  # the store was rank 0's or the launcher's, and is gone with it
-            first = False
-    if silent:
-        at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__][-1]
-        print(f"rank {place.rank}: waited --timeout for rank {', '.join(map(str, silent))} in `{at.line}`", file=sys.stderr)
+    """Print the traceback of the first rank that fails, tell torchrun, and say after a time-out who did not answer."""
+    first = place.store is None
+    with contextlib.suppress(RuntimeError, AttributeError):  # the store was rank 0's or torchrun's, and is gone with it
+        place.store.set(f"failed/{place.rank}", "")
+        first = place.store.add("failures", 1) == 1
+        if first and re.search("timed? ?out", str(error), re.I):
+            time.sleep(3)  # the other ranks that wait give up at about the same time
+            silent = [str(r) for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
+            at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__][-1]
+            print(f"rank {place.rank}: waited --timeout for rank {', '.join(silent)} in `{at.line}`", file=sys.stderr)
     if first:
-        print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        get_error_handler().record_exception(error)  # what @record does, for the first error alone
+        text = "".join(traceback.format_exception(error))
+        print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{text}", file=sys.stderr, flush=True)
     else:
-        print(f"rank {place.rank} stops, another rank failed ({str(error).splitlines()[0][:100] if str(error) else type(error).__name__})",
-              file=sys.stderr, flush=True)
+        print(f"rank {place.rank} stops, another rank failed ({first_line(error)})", file=sys.stderr, flush=True)
 
 
 class StopRequest:
@@ -412,8 +412,6 @@ class StopRequest:
 
     `ask` starts an all-reduce of a flag, `answer` ends it: the step in between hides it, and the GPU is not involved.
     """
-
-    SAVE_FAILED = 1000
 
     def __init__(self):
         self.code, self.since = 0, 0.0
@@ -428,23 +426,18 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGINT)
         self.code, self.since = self.code or signum, self.since or time.monotonic()
 
-    def ask(self):
+    def ask(self, failed=False):
+        """Start to ask all ranks whether one has to stop. `failed`: this one has. All ranks call it."""
         if self.parent not in (None, os.getppid()):
             self.code = self.code or signal.SIGTERM  # torchrun was killed: nobody would restart or stop us
-        self.flag = torch.tensor([int(self.code)])
+        self.flag = torch.tensor([FAILED if failed else int(self.code)])
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
 
     def answer(self):
-        """0, or the largest number among all ranks at their last `ask`: a signal's or SAVE_FAILED."""
+        """0, or the largest number among all ranks when they asked: a signal's or FAILED. All ranks call it."""
         if self.work is not None:
             self.work.wait()
-            return int(self.flag)
-        return self.code
-
-    def exit_code(self, signum):
-        """128 + signal, as shells have it; 0 where torchrun would take that for a failure and start the job again."""
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        return 0 if restarts > 0 else 128 + signum
+        return int(self.flag)
 
 
 def ignore_signals(worker_id):
@@ -454,27 +447,27 @@ def ignore_signals(worker_id):
 
 
 def preflight(place, args, model, train_set, val_set):
-    """Compare what must be alike on all ranks. A difference ends all of them, with one line. All ranks call it."""
+    """Compare what must be alike; returns the number of nodes. Raises UserError on all ranks. All ranks call it."""
     shapes = " ".join(f"{k}{list(v.shape)}" for k, v in model.state_dict().items())
-    apart = {"data", "out", "device", "local_rank", "timeout", "workers", "spawn", "init_method", "fresh"}  # may differ
-    facts = {
-        "script": (f"ddp_train.py with CRC-32 {zlib.crc32(Path(__file__).read_bytes()):08x}", "copy the same file to every node"),
-        "torch": (f"torch {torch.__version__}", "install the same version on every node"),
-        **{k: (f"--{k.replace('_', '-')} {v}", "start every rank with the same arguments") for k, v in vars(args).items() if k not in apart},
-        "samples": (f"{len(train_set)} training samples", "are the data the same on every node?"),
-        "held out": (f"{len(val_set)} held-out samples", "are the data the same on every node?"),
-        "content": (f"data with CRC-32 {getattr(train_set, 'fingerprint', None)}", "are the data the same on every node?"),
-        "model": (f"model parameters with CRC-32 {zlib.crc32(shapes.encode()):08x}", "is the model the same on every node?"),
-    }
+    may_differ = {"data", "out", "device", "local_rank", "timeout", "workers", "spawn", "init_method", "fresh"}
+    same_data = "are the data the same on every node?"
+    facts = [  # what this rank has, and what to do where another has something else
+        (f"ddp_train.py with CRC-32 {zlib.crc32(Path(__file__).read_bytes()):08x}", "copy the same file to every node"),
+        (f"torch {torch.__version__}", "install the same version on every node"),
+        *((f"--{k.replace('_', '-')} {v}", "start every rank with the same arguments")
+          for k, v in vars(args).items() if k not in may_differ),
+        (f"{len(train_set)} training samples", same_data),
+        (f"{len(val_set)} held-out samples", same_data),
+        (f"data with CRC-32 {getattr(train_set, 'fingerprint', None)}", same_data),
+        (f"model parameters with CRC-32 {zlib.crc32(shapes.encode()):08x}", "is the model the same on every node?"),
+    ]
     everyone = gather((socket.gethostname(), place.local_rank, facts))
-    for fact in facts:
-        values = [f[fact][0] for _, _, f in everyone]
-        odd = [r for r, v in enumerate(values) if v != values[0]]
+    for mine, *others in zip(*(facts for _, _, facts in everyone)):
+        odd = [r for r, other in enumerate(others, 1) if other != mine]
         if odd:
-            also = f" (so do or differ too: ranks {', '.join(map(str, odd[1:]))})" if odd[1:] else ""
-            leave(place, f"ddp_train.py: error: rank {odd[0]} (host {everyone[odd[0]][0]}) has {values[odd[0]]}, rank 0 has "
-                         f"{values[0]}{also}: {facts[fact][1]}", 1)
-    return sum(local_rank == 0 for _, local_rank, _ in everyone)  # nodes
+            also = f" (ranks {', '.join(map(str, odd[1:]))} differ, too)" if odd[1:] else ""
+            raise UserError(f"rank {odd[0]} (host {everyone[odd[0]][0]}) has {others[odd[0] - 1][0]}, rank 0 has {mine[0]}{also}: {mine[1]}")
+    return sum(local_rank == 0 for _, local_rank, _ in everyone)
 
 
 # ---- DATA FOR EACH RANK ----
@@ -504,9 +497,20 @@ class ResumableSampler(DistributedSampler):
 
 
 def make_loader(dataset, batch_size, sampler, place, workers=0):
-    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, worker_init_fn=ignore_signals,
-                      collate_fn=getattr(dataset, "collate", None), pin_memory=place.device.type == "cuda",
-                      generator=torch.Generator().manual_seed(0))
+    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0,
+                      worker_init_fn=ignore_signals, collate_fn=getattr(dataset, "collate", None),
+                      pin_memory=place.device.type == "cuda", generator=torch.Generator().manual_seed(0))
+
+
+def batches_of(loader):
+    """iter(loader). Its first call forks the workers, and that needs a quiet moment.
+
+    After a collective gloo's thread frees the tensors, for which it becomes a Python thread. Where a fork falls into that,
+    the child of a Python before 3.12 waits for a lock for ever (measured: one fork of some hundred).
+    """
+    if loader.num_workers and loader._iterator is None and dist.is_initialized():
+        time.sleep(0.1)
+    return iter(loader)
 
 
 # ---- CHECKPOINT ----
@@ -533,17 +537,15 @@ class Checkpoint:
 
     def move_aside(self):
         """Move an old run to `old-N`. The first rank of each node calls it."""
-        old = [p for p in (self.path, self.previous, self.folder / "metrics.jsonl", self.folder / "tensorboard") if p.exists()]
-        if old:
-            n = 1
-            while (target := self.folder / f"old-{n}").exists():
-                n += 1
+        names = (self.path.name, self.previous.name, "metrics.jsonl", "tensorboard")
+        if old := [self.folder / name for name in names if (self.folder / name).exists()]:
+            target = next(p for n in itertools.count(1) if not (p := self.folder / f"old-{n}").exists())
             target.mkdir()
             for p in old:
                 p.rename(target / p.name)
 
     def save(self, state):
-        """Copy `state` now, write it while training goes on: beside, flushed, then renamed. Never two at once."""
+        """Copy `state` now, write it while training goes on. Never two at once. Rank 0 calls it."""
         self.wait()
         state = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state)
         self.thread = threading.Thread(target=self._write, args=(state,))
@@ -552,15 +554,19 @@ class Checkpoint:
     def _write(self, state):
         beside = self.folder / "checkpoint.tmp"
         try:
-            torch.save(state, beside)
-            flush(beside)
+            with open(beside, "wb") as f:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
             if self.path.exists() and not self.damaged:
                 os.replace(self.path, self.previous)
             os.replace(beside, self.path)
-            flush(self.folder)
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)  # the renames
+            os.close(folder)
             self.damaged = False
         except (OSError, RuntimeError) as e:
-            self.error = f"cannot save {self.path}: {str(e).splitlines()[0][:200]}"
+            self.error = f"cannot save {self.path}: {first_line(e)}"
             with contextlib.suppress(OSError):
                 beside.unlink()
 
@@ -570,34 +576,25 @@ class Checkpoint:
             self.thread.join()
 
     def read(self):
-        """(step, bytes of the newest intact file) of this folder, or (-1, None); warns of a damaged one, raises UserError
-        if there is no other. torch.load does not check the CRC-32 of the records, and weights_only keeps code out."""
+        """(step, path, bytes) of the newest intact file, step -1 without one, and a list of what is wrong with damaged ones.
+
+        torch.load does not check the CRC-32 of the records; weights_only keeps code out.
+        """
         problems = []
         for path in (self.path, self.previous):
-            if path.exists():
-                try:
-                    content = path.read_bytes()
-                    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                        if archive.testzip() is not None:
-                            raise ValueError(f"CRC-32 of {archive.testzip()} is wrong")
-                    step = load_checkpoint(content)["step"]
-                    for problem in problems:
-                        print(f"warning: {problem}; going on from {path} (step {step})", file=sys.stderr, flush=True)
-                    return step, content
-                except Exception as e:  # whatever a damaged archive makes zipfile, pickle or torch raise
-                    self.damaged |= path == self.path
-                    problems.append(f"{path} is damaged or not a checkpoint ({(str(e) or repr(e)).splitlines()[0][:150]})")
-        if problems:
-            raise UserError("; ".join(problems) + ": nothing to go on from; --fresh moves it aside and starts again")
-        return -1, None
-
-
-def flush(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            if not path.exists():
+                continue
+            try:
+                content = path.read_bytes()
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    # A record that one flipped bit makes a directory has a good CRC, and torch takes stray memory for its content.
+                    if bad := archive.testzip() or next((i.filename for i in archive.infolist() if i.external_attr), None):
+                        raise ValueError(f"CRC-32 or attribute of {bad} is wrong")
+                return load_checkpoint(content)["step"], path, content, problems
+            except Exception as e:  # whatever a damaged archive makes zipfile, pickle or torch raise
+                self.damaged |= path == self.path
+                problems.append(f"{path} is damaged or not a checkpoint ({first_line(e)})")
+        return -1, None, b"", problems
 
 
 def load_checkpoint(content):
@@ -609,21 +606,16 @@ def load_checkpoint(content):
 
 def newest_checkpoint(place, checkpoint):
     """The newest intact checkpoint of any node on every rank, or None. All ranks call it; no shared disk is needed."""
-    problem = None
-    step, content = -1, None
-    if place.local_rank == 0:  # the other ranks of the node see the same folder
-        try:
-            step, content = checkpoint.read()
-        except UserError as e:
-            problem = str(e)
-    everyone = gather((step, len(content or b""), problem))
+    # The other ranks of a node see the same folder as its first.
+    step, path, content, problems = checkpoint.read() if place.local_rank == 0 else (-1, None, b"", [])
+    everyone = gather((step, str(path), len(content), "; ".join(problems)))
     source = max(range(len(everyone)), key=lambda r: everyone[r][0])
-    step, size, _ = everyone[source]
-    for rank, (_, _, p) in enumerate(everyone):
-        if p and step < 0:
-            leave(place, f"ddp_train.py: error: {p}", 1, speaker=rank)
-        elif p and rank == place.rank:
-            print(f"warning: {p}; rank {source} has step {step}", file=sys.stderr, flush=True)
+    step, path, size, _ = everyone[source]
+    for rank, (_, _, _, problem) in enumerate(everyone):
+        if problem and step < 0:
+            raise UserError(f"rank {rank}: {problem}: nothing to go on from; --fresh moves it aside and starts again")
+        if problem and place.is_main:
+            print(f"warning: rank {rank}: {problem}; going on from {path} of rank {source} (step {step})", file=sys.stderr, flush=True)
     if step < 0:
         return None
     if dist.is_initialized():
@@ -633,62 +625,45 @@ def newest_checkpoint(place, checkpoint):
 
 
 # ---- TRAINING ----
-class Metrics:
-    """metrics.jsonl and, where it is installed, TensorBoard. Rank 0 makes it; `step` is where the run goes on."""
+class Log:
+    """What a run tells: lines or a progress bar, metrics.jsonl, TensorBoard where it is installed. Rank 0 makes it."""
 
-    def __init__(self, folder, step):
-        path = folder / "metrics.jsonl"
-        kept = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, KeyError):  # a line that a kill cut short
-                if json.loads(line)["step"] <= step:  # later steps are trained again
-                    kept.append(line + "\n")
-        beside = folder / "metrics.tmp"
-        beside.write_text("".join(kept))
-        os.replace(beside, path)
-        self.file, self.board, self.folder, self.step = open(path, "a", buffering=1), None, folder, step
+    def __init__(self, folder, step, total):
+        self.total, self.folder, self.first, self.board, self.bar, self.error = total, folder, step + 1, None, None, None
+        self.file, end = open(folder / "metrics.jsonl", "a+", buffering=1), 0
+        self.file.seek(0)
+        for line in iter(self.file.readline, ""):
+            if not line.endswith("}\n") or json.loads(line)["step"] > step:
+                break  # cut short by a kill, or of a step that will be trained again
+            end = self.file.tell()
+        self.file.truncate(end)
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+                self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
 
     def write(self, step, **values):
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        """Values of this step, by name: numbers."""
+        try:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as e:
+            self.error = f"cannot write {self.file.name}: {e.strerror}"
         if self.board is None:
-            try:  # imported only now: it takes a second
+            try:  # only now: it takes a second to import
                 from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.step + 1)
+                self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.first)
             except ImportError:
                 self.board = False
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(name, value, step)
-
-
-class LossMeter:
-    """The mean loss over all ranks and elements since the last log line. Nothing waits for the device until `reduce`.
-
-    Sums are of float32 losses in float64: exact, so they do not depend on how a stop or the ranks cut them.
-    """
-
-    def __init__(self, total=0.0, rows=0):
-        self.total, self.rows, self.steps = total, rows, []
-
-    def add(self, losses, weights, rows, norm):
-        """Of one optimizer step: a loss and a number of rows for each micro-batch here, the rows of all ranks, the norm."""
-        self.steps.append((losses, weights, rows, norm))
-
-    def reduce(self, check_norm):
-        """Returns how many steps ago a loss (or gradient) was first not finite, or None. All ranks call it."""
-        if not self.steps:
-            return None
-        losses = torch.stack([x for losses, *_ in self.steps for x in losses]).cpu().double()
-        weights = torch.tensor([w for _, weights, *_ in self.steps for w in weights], dtype=torch.float64)
-        losses = (losses * weights).split([len(w) for _, w, *_ in self.steps])
-        sums = torch.stack([x.sum() for x in losses])
-        if check_norm:
-            sums[~torch.stack([norm for *_, norm in self.steps]).cpu().isfinite()] = math.nan
-        sum_over_ranks(sums)
-        bad = (~sums.isfinite()).nonzero().flatten().tolist()
-        ago = len(self.steps) - 1 - bad[0] if bad else None
-        self.total, self.rows = self.total + float(sums.sum()), self.rows + sum(rows for *_, rows, _ in self.steps)
-        self.steps = []
-        return ago
+        text = ", ".join(f"{name} {value:{',.0f' if value > 1000 else '.4g'}}" for name, value in values.items())
+        line = f"step {step}/{self.total}: {text}"
+        if self.bar is None:
+            print(line, flush=True)
+        elif "loss" in values:
+            self.bar.set_postfix_str(text)
+        else:
+            self.bar.write(line)
 
 
 def wrap(model, place, hook="none"):
@@ -706,61 +681,46 @@ def wrap(model, place, hook="none"):
         try:
             ddp.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
         except TypeError as e:
-            raise UserError(f"--comm-hook {hook} does not work with {dist.get_backend()}, fp16 does ({e})") from e
+            raise UserError(f"--comm-hook {hook} does not work with {dist.get_backend()}, fp16 does ({first_line(e)})") from e
     return ddp
 
 
-def evaluate(model, dataset, place, batch_size, loss_fn=loss_fn, amp=contextlib.nullcontext, stop=None, workers=0):
-    """Mean loss over `dataset`, each sample counted once, the same at any world size. None if `stop` came. All ranks call it.
+def evaluate(model, loader, place, loss_fn=loss_fn, amp=contextlib.nullcontext, stop=None):
+    """Mean loss, each sample counted once, the same at any world size. None if `stop` came. All ranks call it.
 
-    `model` is the bare module: no collective hides in it, so ranks may have more or fewer samples, or none.
+    `loader` has every W-th sample from the r-th, without padding. `model` is the bare module: no collective hides in it,
+    so ranks may have more or fewer samples, or none.
     """
-    shard = range(place.rank, len(dataset), place.world_size)
-    batches = iter(make_loader(dataset, batch_size, shard, place, workers))
-    total = torch.zeros((), device=place.device)
-    sums = []
+    batches = batches_of(loader)
+    losses, rows = [torch.zeros((), device=place.device)], [0]
     model.eval()
     with torch.inference_mode():
-        for _ in range(-(-len(range(0, len(dataset), place.world_size)) // batch_size)):  # as many on each rank
+        for _ in range(0, len(loader.dataset), place.world_size * loader.batch_size):  # as many on each rank
             if stop is not None:
                 stop.ask()
-            batch = next(batches, None)
-            if batch is not None:
+            for batch in itertools.islice(batches, 1):
                 x, y = (t.to(place.device, non_blocking=True) for t in batch)
                 with amp():
-                    total = loss_fn(model(x), y)
-                sums.append((total, len(x)))
+                    losses.append(loss_fn(model(x), y).float())
+                rows.append(len(x))
             if stop is not None and stop.answer():
-                break
-        else:
-            stop = None
+                model.train()
+                return None
     model.train()
-    if stop is not None:
-        return None
-    pair = torch.tensor([0.0, 0.0], dtype=torch.float64)
-    if sums:
-        rows = torch.tensor([n for _, n in sums], dtype=torch.float64)
-        pair[0], pair[1] = (torch.stack([x for x, _ in sums]).cpu().double() * rows).sum(), rows.sum()
-    sum_over_ranks(pair)
+    rows = torch.tensor(rows, dtype=torch.float64)
+    pair = sum_over_ranks(torch.stack([(torch.stack(losses).cpu() * rows).sum(), rows.sum()]))
     return float(pair[0] / pair[1])
-
-
-def average(tensors):
-    """Give each tensor (not a view: torch sets its .data) the mean over all ranks: local SGD. All ranks call it."""
-    from torch.distributed.algorithms.model_averaging.utils import average_parameters
-    average_parameters(iter(tensors), dist.group.WORLD)
 
 
 def all_reduce_seconds(place, numel):
     """Seconds of one all-reduce of `numel` float32 on the device. All ranks call it."""
+    synchronize = torch.accelerator.synchronize if place.device.type != "cpu" else lambda: None
     for size in (1, numel):
         buffer = torch.zeros(size, device=place.device)
-        if place.device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronize()
         start = time.perf_counter()
         dist.all_reduce(buffer)
-        if place.device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronize()
     return time.perf_counter() - start
 
 
@@ -774,27 +734,26 @@ def waiting_share(ddp):
 
 def train(args, place, stop):
     """The whole run, from the data to the last checkpoint. All ranks call it."""
-    say = print if place.is_main else lambda *a, **k: None
-    world = place.world_size
-    train_set, val_set = together(place, lambda: load_data(args.data, args.seq_len))
+    world, checkpoint = place.world_size, Checkpoint(args.out)
+    say = functools.partial(print, flush=True) if place.is_main else lambda *a: None
+    train_set, val_set = together(lambda: load_data(args.data, args.seq_len))
     torch.manual_seed(args.seed)
     model = build_model(args).to(place.device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if place.device.type == "cpu" and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-            leave(place, "ddp_train.py: error: --sync-bn: torch's SyncBatchNorm has no CPU kernel", 1)
+            raise UserError("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
     nodes = preflight(place, args, model, train_set, val_set)
-    checkpoint = Checkpoint(args.out)
-    together(place, lambda: checkpoint.lock() if place.is_main else None)
+    together(lambda: checkpoint.lock() if place.is_main else None)
     if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # torchrun restarts with the same arguments
-        together(place, lambda: checkpoint.move_aside() if place.local_rank == 0 else None)
+        together(lambda: checkpoint.move_aside() if place.local_rank == 0 else None)
     old = newest_checkpoint(place, checkpoint)
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
     scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     amp = (lambda: torch.autocast(place.device.type, dtype)) if dtype else contextlib.nullcontext
-    ddp = together(place, lambda: wrap(model, place, args.comm_hook))
+    ddp = together(lambda: wrap(model, place, args.comm_hook))
     runner = torch.compile(ddp) if args.compile else ddp
     if world > 1:
         # DDP lays out its buckets anew after its first backward pass, and with it the order in which three ranks or more
@@ -807,122 +766,104 @@ def train(args, place, stop):
         optimizer.zero_grad()
         model.load_state_dict(buffers, strict=False)
 
-    at = {"epoch": 0, "step": 0, "samples": 0, "evaluated": 0}  # samples: of this epoch, all ranks
-    meter = LossMeter()
-    identity = {"seed": args.seed, "training samples": len(train_set)}
+    # ---- Resume. `samples` is of this epoch, `loss_sum` over `loss_rows` samples since the last log line; all of all ranks.
+    at = {"epoch": 0, "step": 0, "samples": 0, "evaluated": 0, "loss_sum": 0.0, "loss_rows": 0}
+    n, per_step = len(train_set), world * args.batch_size * args.accum
+    identity = {"seed": args.seed, "training samples": n}
     if old is not None:
         problem = next((f"{k} {old['run'][k]}, this run has {v}" for k, v in identity.items() if old["run"][k] != v), None)
-        if problem is None:
-            try:
-                model.load_state_dict(old["model"])
-                optimizer.load_state_dict(old["optimizer"])
-                scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
-            except (RuntimeError, ValueError, KeyError) as e:
-                problem = f"another model ({' '.join(str(e).split())[:160]})"
+        try:
+            model.load_state_dict(old["model"])
+            optimizer.load_state_dict(old["optimizer"])
+            scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
+            at = {k: old[k] for k in at}
+        except (RuntimeError, ValueError, KeyError) as e:
+            problem = problem or f"another model ({' '.join(str(e).split())[:160]})"
         if problem:
-            leave(place, f"ddp_train.py: error: the checkpoint in --out {args.out} is of a run with {problem}: use the same data and "
-                         "options, another --out, or --fresh", 1)
-        at = {k: old[k] for k in at}
-        meter = LossMeter(*old["pending"])
-    per_step = world * args.batch_size * args.accum
-    n = len(train_set)
+            raise UserError(f"the checkpoint in --out {args.out} is of a run with {problem}: use the same data and options, "
+                            "another --out, or --fresh")
     total = at["step"] + -(-(n - at["samples"]) // per_step) + (args.epochs - at["epoch"] - 1) * -(-n // per_step)
     total = min(total, args.max_steps or total)
-    if at["step"] >= total:
-        return say(f"nothing left to do: {args.out}/checkpoint.pt has {at['epoch']} epochs, {at['step']} steps; to train longer "
-                   f"raise --epochs{' and --max-steps' * bool(args.max_steps)}, to start again use --fresh")
+    longer = f"raise --epochs{' and --max-steps' * bool(args.max_steps)}"
+    if at["step"] >= total and at["evaluated"] == at["step"]:
+        return say(f"nothing left to do: {checkpoint.path} has {at['epoch']} epochs, {at['step']} steps; to train longer "
+                   f"{longer}, to start again use --fresh")
 
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lr = args.lr * (world if args.scale_lr else 1)
-    metrics = Metrics(checkpoint.folder, at["step"]) if place.is_main else None
+    log = Log(checkpoint.folder, at["step"], total) if place.is_main else None
     say(f"{world} process{'es' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}, {dist.get_backend() if dist.is_initialized() else 'no group'}, "
         f"{place.device.type} ({torch.get_num_threads()} threads), {args.precision}; {numel:,} parameters; {n:,} training and "
         f"{len(val_set):,} held-out samples; effective batch {per_step} = {world} x {args.batch_size} x accum {args.accum}; "
-        f"learning rate {lr:g}; {total} steps", flush=True)
+        f"learning rate {lr:g}; {total} steps")
     if old is not None:
-        say(f"going on from {args.out}/checkpoint.pt at epoch {at['epoch']}, step {at['step']}", flush=True)
+        say(f"going on from {checkpoint.path} at epoch {at['epoch']}, step {at['step']}")
     if world > 1:
-        say(f"one all-reduce of the gradients ({numel * 4 / 1e6:.1f} MB) takes {all_reduce_seconds(place, numel) * 1e3:.1f} ms", flush=True)
-    bar = None
-    if place.is_main and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-            bar = tqdm(total=total, initial=at["step"], unit="step", dynamic_ncols=True)
+        say(f"one all-reduce of the gradients ({numel * 4 / 1e6:.1f} MB) takes {all_reduce_seconds(place, numel) * 1e3:.1f} ms")
 
     sampler = ResumableSampler(train_set, world, place.rank, seed=args.seed)
     loader = make_loader(train_set, args.batch_size, sampler, place, args.workers)
-    batches, stopping, val_loss = None, 0, None
-    saved = at["step"]
-    tokens, since, share = 0, time.perf_counter(), None
-    progress = [at["step"], 0]  # the step at which the optimizer last moved, and its own count (fp16 skips steps)
+    val_loader = make_loader(val_set, args.batch_size, range(place.rank, len(val_set), world), place, args.workers)
+    batches, losses, stopping, val_loss, saved, share = None, [], 0, None, at["step"], None
+    elements, since = 0, time.perf_counter()
     while True:
-        # ---- Everything that is due between two steps. After a restart that includes an evaluation that was cut short.
-        step, epoch_ended = at["step"], at["samples"] == 0 and at["step"] > 0
+        # ---- Between two steps: what is due. After a restart that includes an evaluation that was cut short.
+        step = at["step"]
         finished = step >= total
-        evaluating = at["evaluated"] < step and (epoch_ended or finished or (args.eval_every and step % args.eval_every == 0))
-        logging = meter.steps and (step % args.log_every == 0 or finished)
+        evaluating = at["evaluated"] < step and (
+            finished or at["samples"] == 0 or (args.eval_every and step % args.eval_every == 0))
+        logging = losses and (finished or step % args.log_every == 0)
         saving = step > saved and (finished or stopping or step % args.save_every == 0)
         if args.sync_every > 1 and world > 1 and (step % args.sync_every == 0 or evaluating or saving):
+            from torch.distributed.algorithms.model_averaging.utils import average_parameters
             moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()] if saving else []
-            average([*model.parameters(), *moments])
-        if logging or saving or evaluating:
-            ago = meter.reduce(check_norm=not scaler.is_enabled())
-            if ago is not None:
+            average_parameters(iter([*model.parameters(), *moments]), dist.group.WORLD)
+        if losses and (logging or saving or evaluating):
+            sums = sum_over_ranks(torch.stack(losses).cpu().double())  # float32 summed in float64: exact in any order
+            if not sums.isfinite().all():
                 checkpoint.wait()
-                leave(place, f"ddp_train.py: error: the loss or its gradient is not finite at step {step - ago}; the last good checkpoint is "
-                             + (f"{args.out}/checkpoint.pt (step {saved})" if saved else "none") + "; try a lower --lr", 1)
-            if scaler.is_enabled():
-                moved = int(next((s["step"] for s in optimizer.state.values()), 0))
-                progress = [step, moved] if moved > progress[1] else progress
-                if step - progress[0] >= 100:
-                    leave(place, f"ddp_train.py: error: fp16 overflowed at every step since step {progress[0]}: use --precision bf16", 1)
+                bad = step + 1 - len(losses) + int((~sums.isfinite()).nonzero()[0])
+                raise UserError(f"the loss or its gradient is not finite at step {bad}; the last good checkpoint is "
+                                + (f"{checkpoint.path} (step {saved})" if saved else "none") + "; try a lower --lr")
+            if scaler.is_enabled() and scaler.get_scale() < 2.0**-83:  # it starts at 2**16, and each skipped step halves it
+                raise UserError(f"fp16 overflowed in a hundred steps in a row up to step {step}: use --precision bf16")
+            at["loss_sum"], losses = at["loss_sum"] + float(sums.sum()), []
         if logging:
-            now = time.perf_counter()
-            mean, rate, meter = meter.total / meter.rows, tokens / (now - since), LossMeter()
-            tokens, since = 0, now
-            if place.is_main:
-                metrics.write(step, loss=mean, lr=optimizer.param_groups[0]["lr"], tokens_per_s=rate)
-                if bar is not None:
-                    bar.set_postfix_str(f"loss {mean:.4f}, {rate:,.0f} tokens/s")
-                else:
-                    say(f"epoch {at['epoch']} step {step}/{total} loss {mean:.4f} lr {optimizer.param_groups[0]['lr']:.2e} "
-                        f"{rate:,.0f} tokens/s", flush=True)
+            mean, rate = at["loss_sum"] / at["loss_rows"], elements / (time.perf_counter() - since)
+            at["loss_sum"], at["loss_rows"], elements, since = 0.0, 0, 0, time.perf_counter()
+            if log:
+                log.write(step, loss=mean, lr=optimizer.param_groups[0]["lr"], tokens_per_s=rate)
             if share is None and world > 1 and (share := waiting_share(ddp)) is not None:
                 say(f"{share:.0%} of a step waits for the all-reduce" + (
-                    ": --comm-hook fp16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""), flush=True)
+                    ": --comm-hook fp16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""))
         if evaluating and not stopping:
             start = time.perf_counter()
-            val_loss = evaluate(model, val_set, place, args.batch_size, amp=amp, stop=stop, workers=args.workers)
+            val_loss = evaluate(model, val_loader, place, loss_fn, amp, stop)
             since += time.perf_counter() - start
             if val_loss is None:
                 stopping, saving = stop.answer(), step > saved
             else:
-                at["evaluated"] = step
-                if place.is_main:
-                    metrics.write(step, val_loss=val_loss, val_bits_per_byte=val_loss / math.log(2))
-                    say(f"step {step}: held-out loss {val_loss:.4f}, {val_loss / math.log(2):.3f} bits per byte", flush=True)
+                at["evaluated"], saving = step, saving or finished
+                if log:
+                    log.write(step, val_loss=val_loss, val_bits_per_byte=val_loss / math.log(2))
         if saving:
             saved = step
             if place.is_main:
-                checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                                 **at, "pending": (meter.total, meter.rows), "run": identity, "args": vars(args)})
+                checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                                 "scaler": scaler.state_dict(), **at, "run": identity, "args": vars(args)})
         if finished or stopping:
             break
 
         # ---- One optimizer step.
         if batches is None:
             sampler.set_epoch(at["epoch"], at["samples"])
-            batches = iter(loader)
-        if checkpoint.error:
-            stop.code = stop.SAVE_FAILED
-        stop.ask()
+            batches = batches_of(loader)
+        stop.ask(failed=checkpoint.error or (log and log.error))
         torch.manual_seed((args.seed * 1_000_003 + step) * 65_537 + place.rank)  # dropout: differs by rank, no state to save
-        scale = min(1.0, (step + 1) / max(1, args.warmup_steps)) * (1 + math.cos(math.pi * step / total)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = lr * scale
+            group["lr"] = lr * min(1.0, (step + 1) / max(1, args.warmup_steps)) * (1 + math.cos(math.pi * step / total)) / 2
         rows = min(per_step, n - at["samples"])  # samples of this step, all ranks
-        micro_batches = -(-rows // (world * args.batch_size))
-        losses, weights = [], []
+        step_loss, micro_batches = 0.0, -(-rows // (world * args.batch_size))
         for i in range(micro_batches):
             x, y = (t.to(place.device, non_blocking=True) for t in next(batches))
             # How many of this rank's samples are real: the very last one of an epoch can be a repeat.
@@ -934,35 +875,34 @@ def train(args, place, stop):
                 with amp():
                     loss = loss_fn(runner(x), y)
                 scaler.scale(loss * (real * world / rows)).backward()  # DDP divides by world: a mean over all samples
-            losses.append(loss.detach())
-            weights.append(real)
+            step_loss = step_loss + loss.detach().float() * real
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        meter.add(losses, weights, rows, norm)
-        tokens += rows * y[0].numel()
-        at["step"] += 1
-        at["samples"] += rows
+        losses.append(step_loss if scaler.is_enabled() else step_loss + 0 * norm)  # not finite if one is; looked at later
+        at["step"], at["samples"], at["loss_rows"] = step + 1, at["samples"] + rows, at["loss_rows"] + rows
+        elements += rows * y[0].numel()
         if at["samples"] >= n:  # counted before it is saved: a restart does not train the epoch again
             at["epoch"], at["samples"], batches = at["epoch"] + 1, 0, None
-        if bar is not None:
-            bar.update()
+        if log and log.bar:
+            log.bar.update()
         stopping = stop.answer()
 
     # ---- The end: the last checkpoint is on the disk before anything is reported.
     checkpoint.wait()
-    if bar is not None:
-        bar.close()
-    errors = gather(checkpoint.error)
-    if errors[0]:
-        leave(place, f"ddp_train.py: error: {errors[0]}; the checkpoint before it is intact", 1)
+    if log and log.bar:
+        log.bar.close()
+    if error := gather(checkpoint.error or (log and log.error))[0]:
+        raise UserError(f"{error}; the checkpoint before it is intact")
     if stopping:
-        leave(place, f"stopped by {signal.Signals(stopping).name} at step {step}, saved in {args.out}/checkpoint.pt; the same command goes on",
-              stop.exit_code(stopping))
-    say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at['epoch']} epochs, {step} steps; "
-        f"{args.out}/checkpoint.pt; to go on, raise --epochs{' and --max-steps' * bool(args.max_steps)}", flush=True)
+        say(f"stopped by {signal.Signals(stopping).name} at step {step}, saved in {checkpoint.path}; the same command goes on")
+        # 128 + signal, as shells have it; 0 where torchrun would take that for a failure and start the job again.
+        most, so_far = (int(os.environ.get(f"TORCHELASTIC_{k}", 0)) for k in ("MAX_RESTARTS", "RESTART_COUNT"))
+        raise SystemExit(0 if most > so_far else 128 + stopping)
+    say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at['epoch']} epochs, "
+        f"{step} steps; {checkpoint.path}; to go on, {longer}")
 
 
 def main(argv=None):
@@ -970,14 +910,14 @@ def main(argv=None):
     args = parse_args(argv)
     if args.spawn and "RANK" not in os.environ:
         return spawn(args, argv)
-    stop = StopRequest()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until all ranks are there a signal ends this one at once: nothing is lost
     try:
         place = init_distributed(args.device, args.backend, args.init_method, args.timeout, args.local_rank)
+        with process_group(place):
+            train(args, place, StopRequest())
     except UserError as e:
         complain(e)
         return 1
-    with process_group(place):
-        record(train)(args, place, stop)
     return 0
 
 
@@ -989,13 +929,9 @@ def spawned(index, argv, processes):
 def spawn(args, argv):
     """Start `--spawn N` processes, pass signals on to them, and return their exit code."""
     from torch import multiprocessing as mp
-    if args.init_method == "env://":
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-    elif args.init_method.startswith("file://") and os.path.exists(args.init_method[7:]):
-        complain(f"--init-method {args.init_method}: the file is there already; remove what an earlier run left")
-        return 1
+    with socket.socket() as s:  # a free port, for env://
+        s.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.spawn)))
     context = mp.spawn(spawned, (sys.argv[1:] if argv is None else argv, args.spawn), args.spawn, join=False)
     for s in SIGNALS:

@@ -10,17 +10,22 @@ import fcntl
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -45,12 +50,67 @@ def data(tmp_path_factory):
     return path
 
 
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["torch._dynamo", "test_ddp_train"])
+
+
+def forked(fifo, command, env):
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # the default of a process that Python starts itself
+    os.environ.clear()
+    os.environ.update(env)
+    end = os.open(fifo, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(end, fd)
+    os.close(end)
+    sys.stdin, sys.stdout, sys.stderr = open(os.devnull), *(open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.argv = command[1:]
+    sys.path.insert(0, str(HERE))
+    runpy.run_path(command[1], run_name="__main__")
+
+
+class Forked:
+    """`python script ...` with the face of subprocess.Popen, forked from a process that has imported torch already.
+
+    That saves two seconds a process. What only a start by the launcher or the interpreter's exit can show is tested with those.
+    """
+
+    def __init__(self, command, env):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(HERE)):
+            os.mkfifo(fifo := f"{folder}/output")
+            self.process = FORK.Process(target=forked, args=(fifo, command, env))
+            self.process.start()
+            self.pid, self.stdout = self.process.pid, open(fifo)
+
+    returncode = property(lambda self: self.process.exitcode)
+
+    def send_signal(self, signum):
+        os.kill(self.pid, signum)
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+
+    def communicate(self, timeout=None):
+        output = []
+        reader = threading.Thread(target=lambda: output.append(self.stdout.read()))
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired("forked", timeout)
+        self.wait()
+        return output[0], None
+
+
 @contextlib.contextmanager
-def start(*command, env=None, prefix=(), **kwargs):
+def start(*command, env=None, prefix=(), real=False, **kwargs):
     """A process in a session of its own, of which nothing is left afterwards."""
     full = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
-    p = subprocess.Popen([*map(str, prefix), *map(str, command)], env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                         start_new_session=True, stdin=subprocess.DEVNULL, **kwargs)
+    command = [*map(str, prefix), *map(str, command)]
+    if sys.platform == "linux" and command[0] == sys.executable and command[1][0] == "/" and not (real or kwargs):
+        p = Forked(command, full)
+    else:
+        p = subprocess.Popen(command, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             start_new_session=True, stdin=subprocess.DEVNULL, **kwargs)
     with contextlib.suppress(OSError):  # F_SETPIPE_SZ: a run that nobody reads blocks soon, so it cannot end before it is told to
         fcntl.fcntl(p.stdout, 1031, 4096)
     try:
@@ -74,6 +134,26 @@ def run(*command, code=0, timeout=120, **kwargs):
             raise AssertionError(f"still running after {timeout} s:\n{p.communicate()[0]}") from None
     assert code is None or p.returncode == code, f"exit code {p.returncode}\n{out}"
     return out
+
+
+def by_hand(stack, world, *command, **env):
+    """`world` processes with the environment that torchrun would make, each its own node: a disk and a name of its own.
+    What is callable in the command is called with the rank."""
+    port = str(free_port())
+    return [stack.enter_context(start(sys.executable, *[c(r) if callable(c) else c for c in command], env={
+        "RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env})) for r in range(world)]
+
+
+def run_ranks(world, *command, code=0, **env):
+    """Runs them (one process without a group where world is 0 or 1), each exits with `code`. Returns what each printed."""
+    if world < 2:
+        return [run(sys.executable, *command, code=code, env=env)]
+    with contextlib.ExitStack() as stack:
+        processes = by_hand(stack, world, *command, **env)
+        with concurrent.futures.ThreadPoolExecutor(world) as pool:
+            outs = [out for out, _ in pool.map(lambda p: p.communicate(timeout=120), processes)]
+    assert [p.returncode for p in processes] == [code] * world, outs
+    return outs
 
 
 def torchrun(nproc, *more):
@@ -163,7 +243,8 @@ def main(monkeypatch, capfd):
 
 # ---- A worker: this file under torchrun. It trains with ddp_train and writes down what it saw, a file for each rank. ----
 def worker(out, *argv):
-    trained, seen = [], {"grads": [], "buckets": [], "indices": [], "eval": {}, "dropout": []}
+    trained, seen = [], {"grads": [], "buckets": [], "indices": [], "eval": {}, "dropout": [], "forks": []}
+    os.register_at_fork(after_in_parent=lambda: seen["forks"].append(1))
     args = ddp_train.parse_args(argv)
     place = ddp_train.init_distributed(args.device)
 
@@ -210,7 +291,7 @@ def worker(out, *argv):
                 dataset = ddp_train.ByteDataset(data, 8)
                 dataset.__class__ = Counted
                 before = len(seen["indices"])
-                loss = ddp_train.evaluate(model, dataset, place, 3)
+                loss = ddp_train.evaluate(model, ddp_train.make_loader(dataset, 3, range(place.rank, n, place.world_size), place), place)
                 counted = ddp_train.gather(sum(seen["indices"][before:], []))
                 seen["eval"][n] = (loss, sorted(sum(counted, [])) == list(range(n)))
                 del seen["indices"][before:]
@@ -228,7 +309,7 @@ def worker(out, *argv):
 
 
 def faulty(kind, rank, *argv):
-    """ddp_train in which one rank raises or hangs in its fifth micro-batch."""
+    """ddp_train in which one rank raises, hangs or has a loss of nan in its fifth micro-batch."""
     calls, original = itertools.count(1), ddp_train.loss_fn
 
     def loss_fn(output, target):
@@ -236,6 +317,8 @@ def faulty(kind, rank, *argv):
             if kind == "hang":
                 while True:
                     time.sleep(60)
+            if kind == "nan":
+                return original(output, target) * math.nan
             raise ValueError("boom")
         return original(output, target)
 
@@ -243,10 +326,10 @@ def faulty(kind, rank, *argv):
     sys.exit(ddp_train.main(argv))
 
 
-def run_worker(nproc, out, *args, env=None):
+def run_worker(nproc, out, *args, launcher=(), **env):
     out.mkdir(parents=True, exist_ok=True)
-    launcher = torchrun(nproc) if nproc else [sys.executable]
-    printed = run(*launcher, __file__, "worker", out, "--out", out, *TINY, *args, env=env)
+    command = __file__, "worker", out, "--out", out, *TINY, *args
+    printed = run(*launcher, *command, env=env) if launcher else "".join(run_ranks(nproc, *command, **env))
     assert not re.search("Traceback|terminate called|Warning", printed.replace("OMP", "")), printed
     return [json.loads((out / f"seen.{r}.json").read_text()) for r in range(nproc or 1)]
 
@@ -262,7 +345,8 @@ def same(data, tmp_path_factory):
     runs = {}
     for name, (nproc, args) in SAME.items():
         extra = "--max-steps 20 --no-scale-lr" if name != "3x1x2" else "--epochs 2 --dropout 0.1"
-        runs[name] = run_worker(nproc, base / name, "--data", data, *args.split(), *extra.split(), env={"LATE_RANK": "1"}), base / name
+        launcher = torchrun(nproc) if name in ("2x4", "3x1x2") else ()
+        runs[name] = run_worker(nproc, base / name, "--data", data, *args.split(), *extra.split(), launcher=launcher, LATE_RANK="1"), base / name
     return runs
 
 
@@ -313,6 +397,12 @@ def test_one_all_reduce_per_optimizer_step(same):
             assert set(per_step) == {len(set(rank["buckets"]))}, f"{nproc} processes"
 
 
+def test_workers_are_forked_once(data, tmp_path):
+    """A fork beside gloo's threads is a risk (see batches_of): one for each loader, not one for each epoch and evaluation."""
+    seen = run_worker(2, tmp_path, "--data", data, "--epochs", "3", "--eval-every", "5", "--workers", "1")
+    assert [len(rank["forks"]) for rank in seen] == [2, 2] and load(tmp_path)["epoch"] == 3
+
+
 def test_random_numbers(same):
     """The same weights on all ranks, before and after, a different dropout on each and at each step."""
     seen = same["3x1x2"][0]
@@ -349,18 +439,8 @@ def test_sampler():
 
 
 # ---- Every way to start it ----
-def by_hand(stack, world, *command, **env):
-    """`world` processes with the environment that torchrun would make, each with a disk and a name of its own."""
-    port = str(free_port())
-    return [stack.enter_context(start(sys.executable, *[c(r) if callable(c) else c for c in command], env={
-        "RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env})) for r in range(world)]
-
-
 def test_started_by_hand_only_rank_0_speaks(data, tmp_path):
-    with contextlib.ExitStack() as stack:
-        shells = by_hand(stack, 3, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3)
-        outs = [p.communicate(timeout=120)[0] for p in shells]
-    assert [p.returncode for p in shells] == [0, 0, 0], outs
+    outs = run_ranks(3, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3)
     assert "3 processes on 3 nodes, gloo" in outs[0] and "done:" in outs[0]
     assert outs[1] == outs[2] == ""
 
@@ -475,7 +555,7 @@ def test_logged_loss_is_the_mean_of_all_elements(main, data, tmp_path):
 
 def test_learning_rate_scales_with_the_world(data, tmp_path, same):
     assert metrics(same["2x4"][1])[0]["lr"] == pytest.approx(2e-3 / 3)  # --no-scale-lr
-    run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, "--lr", 0.01)
+    run_ranks(2, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, "--lr", 0.01)
     assert metrics(tmp_path)[0]["lr"] == pytest.approx(0.01 * 2 / 3)
 
 
@@ -522,9 +602,14 @@ def test_loss_that_is_not_finite(main, data, tmp_path, monkeypatch, at):
         assert not (tmp_path / "checkpoint.pt").exists()
 
 
+def test_loss_that_is_not_finite_on_one_rank_stops_all(data, tmp_path):
+    outs = run_ranks(2, __file__, "faulty", "nan", "1", *TINY, "--data", data, "--out", tmp_path, "--save-every", "3", code=1)
+    assert "not finite at step 4" in outs[0] and "(step 3)" in outs[0] and outs[1] == "" and load(tmp_path)["step"] == 3
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compile(data, tmp_path):
-    run(sys.executable, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3, "--compile", timeout=280)
+    run(sys.executable, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3, "--compile", timeout=280, real=True)
     assert load(tmp_path)["model"].keys() == ddp_train.ByteTransformer(1, 2, 16, 32).state_dict().keys()
 
 
@@ -599,10 +684,22 @@ def test_checkpoint_of_another_run(main, data, tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
+def test_stop_in_the_last_evaluation(main, data, tmp_path, monkeypatch):
+    """All steps are done and saved, the result is not there yet: the next start evaluates, and then nothing is left."""
+    common, evaluate = [*TINY, "--data", data, "--out", tmp_path, "--max-steps", 3], ddp_train.evaluate
+    monkeypatch.setattr(ddp_train, "evaluate", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or evaluate(*a))
+    assert main(*common)[0] == 128 + signal.SIGTERM and load(tmp_path)["step"] == 3 and "val_loss" not in str(metrics(tmp_path))
+    monkeypatch.undo()
+    code, text = main(*common)
+    assert code == 0 and "done: " in text and [m["step"] for m in metrics(tmp_path) if "val_loss" in m] == [3]
+    assert "nothing left to do" in main(*common)[1]
+
+
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
 def test_communication(data, tmp_path, hook):
     """Compressed or rarer, it still trains, and all ranks hold one model; what gloo cannot do is refused in a line."""
-    printed = run(*torchrun(2), SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--epochs", 2, "--max-steps", 50, "--lr", "3e-3", "--comm-hook", hook, code=int(hook == "bf16"))
+    printed = "".join(run_ranks(2, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--epochs", 2, "--max-steps", 50, "--lr", "3e-3",
+                                "--comm-hook", hook, code=int(hook == "bf16")))
     if hook == "bf16":
         assert printed.count("ddp_train.py: error: --comm-hook bf16 does not work with gloo") == 1 and "ddp_train.py\", line" not in printed
     else:
@@ -626,12 +723,9 @@ def test_bad_input_on_all_ranks_and_on_one(data, tmp_path):
     content[4000] ^= 1
     changed.write_bytes(content)
     for args1, says in ((["--data", "/no/such"], "No such file"), (["--data", changed], "data with CRC-32"), (["--lr", "0.5"], "--lr 0.5")):
-        with contextlib.ExitStack() as stack:
-            both = by_hand(stack, 2, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "out",
-                           *[lambda r, a=a, i=i: a if r else ("--seed", "0")[i] for i, a in enumerate(args1)])
-            outs = [p.communicate(timeout=60)[0] for p in both]
-        assert [p.returncode for p in both] == [1, 1] and "".join(outs).count("\n") == 1 and says in "".join(outs), outs
-        assert "rank 1 (host" in "".join(outs) or "No such file" in outs[1]
+        outs = run_ranks(2, SCRIPT, *TINY, "--data", data, "--out", tmp_path / "out",
+                         *[lambda r, a=a, i=i: a if r else ("--seed", "0")[i] for i, a in enumerate(args1)], code=1)
+        assert outs[0].count("\n") == 1 and says in outs[0] and "rank 1 (host" in outs[0] and outs[1] == "", outs
         assert not (tmp_path / "out").exists()
 
 
@@ -683,7 +777,7 @@ def bench_worker(out, kind, steps, *argv):
 
 def bench_run(nproc, out, kind, steps, *argv, **env):
     launcher = torchrun(nproc) if nproc > 1 else [sys.executable]
-    run(*launcher, __file__, "bench_worker", out, kind, steps, *argv, env=env, timeout=600)
+    run(*launcher, __file__, "bench_worker", out, kind, steps, *argv, env=env, timeout=600, real=True)
     return json.loads(Path(f"{out}.json").read_text())
 
 
@@ -697,15 +791,20 @@ def test_bench(tmp_path):
     (tmp_path / "data").write_bytes(b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))[:1_000_000])
     small = ["--device", "cpu", "--batch-size", "16", "--warmup-steps", "10", "--data", tmp_path / "data"]
     for nproc, threads in ((1, os.cpu_count()), (2, max(1, os.cpu_count() // 2))):
-        r = bench_run(nproc, tmp_path / f"both{nproc}", "both", 101, *small, OMP_NUM_THREADS=str(threads))
+        r = bench_run(nproc, tmp_path / f"both{nproc}", "both", 61, *small, OMP_NUM_THREADS=str(threads))
         ratios = [b / o for b, o in zip(r["bare"], r["ours"])]
         print(f"{nproc} process(es) x {threads} thread(s): {middle(ratios):.3f} of the bare loop's throughput "
-              f"(5 pairs: {min(ratios):.3f} to {max(ratios):.3f}; {16 * 128 * nproc / middle(r['ours']):,.0f} tokens/s)")
-    pairs = []
+              f"({len(ratios)} pairs: {min(ratios):.3f} to {max(ratios):.3f}; {16 * 128 * nproc / middle(r['ours']):,.0f} tokens/s)", flush=True)
+    together, apart = [], []
     for i in range(3):
-        one, two = (bench_run(n, tmp_path / f"scale{n}.{i}", "ours", 80, *small, OMP_NUM_THREADS="1")["ours"][0] for n in (1, 2))
-        pairs.append(one / two)
-    print(f"2 processes over twice one, one thread each: {middle(pairs):.3f} (3 pairs: {min(pairs):.3f} to {max(pairs):.3f})")
+        run_one = lambda n, name: bench_run(n, tmp_path / f"{name}{i}", "ours", 60, *small, OMP_NUM_THREADS="1")["ours"][0]
+        one, two = run_one(1, "one"), run_one(2, "two")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            neighbours = list(pool.map(run_one, (1, 1), ("left", "right")))
+        together.append(one / two)
+        apart.append(one / statistics.mean(neighbours))
+    for ratios, what in ((together, "2 processes"), (apart, "2 runs of one process, side by side and strangers to each other,")):
+        print(f"{what} over twice one, one thread each: {middle(ratios):.3f} (3 pairs: {min(ratios):.3f} to {max(ratios):.3f})", flush=True)
     memory = {k: bench_run(1, tmp_path / f"memory-{k}", k, 20, *small)["rss"] for k in ("bare", "ours")}
     print(f"peak memory of a process: {memory['ours'] / memory['bare']:.3f} of the bare loop's ({memory['bare'] / 1024:.0f} MiB)")
     starts = []
@@ -713,7 +812,7 @@ def test_bench(tmp_path):
         begin = time.perf_counter()
         run(sys.executable, "-c", "import torch, torch.distributed, torch._dynamo")
         imports = time.perf_counter() - begin
-        with start(sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path / f"start{i}", "--log-every", 1, "--max-steps", 9) as p:
+        with start(sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path / f"start{i}", "--log-every", 1, "--max-steps", 9, real=True) as p:
             begin = time.perf_counter()
             read_until(p, "step 1/")
             starts.append((time.perf_counter() - begin, imports))
@@ -735,7 +834,7 @@ def test_bench(tmp_path):
                   f"{flops / middle(r['ours']) / 1e12:.0f} TFLOP/s of the model")
 
 
-@pytest.mark.bench
+@pytest.mark.wire
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root on Linux with `ip` and `tc`")
 def test_bench_slow_wire(hosts, tmp_path):
     """Two hosts and 100 Mbit/s between them; the same number of samples for each."""
@@ -773,7 +872,7 @@ def untouched(data, tmp_path_factory):
     def get(nproc, *more):
         if (nproc, more) not in done:
             done[nproc, more] = tmp_path_factory.mktemp("untouched")
-            run(*training(nproc, data, done[nproc, more], *more))
+            finish(nproc, data, done[nproc, more], *more)
         return done[nproc, more]
 
     return get
@@ -782,6 +881,10 @@ def untouched(data, tmp_path_factory):
 def training(nproc, data, out, *more, restarts=0):
     launcher = torchrun(nproc, f"--max-restarts={restarts}") if nproc > 1 else [sys.executable]
     return [*launcher, SCRIPT, *TINY, *LONG, "--data", data, "--out", out, *more]
+
+
+def finish(nproc, data, out, *more):
+    return run_ranks(nproc, SCRIPT, *TINY, *LONG, "--data", data, "--out", out, *more)[0]
 
 
 def signalled(p, pids, signum, line):
@@ -804,7 +907,7 @@ def test_stop_and_resume_is_bit_identical(data, tmp_path, untouched, nproc, sign
     assert p.returncode == (128 + signum if nproc == 1 else 0)
     step = int(re.search(r"at step (\d+)", printed)[1])
     assert load(tmp_path)["step"] == step
-    again = run(*training(nproc, data, tmp_path))
+    again = finish(nproc, data, tmp_path)
     assert f"going on from {tmp_path}/checkpoint.pt" in again and f"step {step}" in again and f"step {step + 1}/" in again
     assert_same_run(tmp_path, untouched(nproc))
 
@@ -815,7 +918,7 @@ def test_stop_signal_to_the_launcher_and_during_evaluation(data, tmp_path, untou
     with start(*training(2, data, tmp_path, *more)) as p:
         printed = signalled(p, lambda p: [*tree(p.pid), p.pid], signal.SIGTERM, "step 9/")
     assert "stopped by SIGTERM" in printed and "DataLoader" not in printed and p.returncode != 0, printed
-    run(*training(2, data, tmp_path, *more))
+    finish(2, data, tmp_path, *more)
     assert_same_run(tmp_path, untouched(2, *more))
 
 
@@ -855,7 +958,7 @@ def kill_once(data, out, seed, workers=1):
                 os.kill(pid, signal.SIGKILL)
         printed = p.communicate(timeout=120)[0]  # until the last of them is gone: without torchrun the ranks stop by themselves
     if p.returncode:
-        printed += run(*training(2, data, out, *more))
+        printed += finish(2, data, out, *more)
     assert "done:" in printed or "nothing left to do" in printed, printed
     return victim
 
@@ -908,7 +1011,7 @@ def damaged_files(data, tmp_path, count, seed):
     rng, fell_back = random.Random(seed), 0
     for i in range(count):
         path.write_bytes(damage(good, rng))
-        step, content = ddp_train.Checkpoint(tmp_path).read()
+        step, _, content, _ = ddp_train.Checkpoint(tmp_path).read()
         got, want = dict(flat(ddp_train.load_checkpoint(content))), {4: truth, 2: before}[step]
         assert all(torch.equal(got[k], v) if isinstance(v, torch.Tensor) else got[k] == v for k, v in want.items()), f"SEED={seed}, file {i}"
         fell_back += step == 2
@@ -921,7 +1024,14 @@ def test_damaged_checkpoints(main, data, tmp_path, capfd):
     code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 4)
     assert code == 0 and re.search("warning: .*checkpoint.pt is damaged.* going on from .*checkpoint.prev.pt", text) and load(tmp_path)["step"] == 4
     assert load(tmp_path, "checkpoint.prev.pt")["step"] == 2  # the damaged one did not take its place
-    good = (tmp_path / "checkpoint.pt").read_bytes()
+    good, truth = (tmp_path / "checkpoint.pt").read_bytes(), load(tmp_path)["model"]
+    weight = re.search(rb"PK\x01\x02.{42}[^/]*/data/0", good, re.S)  # its entry in the directory at the end, which no CRC protects
+    for bit in range(8 * weight.start(), 8 * weight.end()):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "checkpoint.pt").write_bytes(flipped)
+        step, _, content, _ = ddp_train.Checkpoint(tmp_path).read()
+        assert step == 2 or all(torch.equal(v, truth[k]) for k, v in ddp_train.load_checkpoint(content)["model"].items()), bit % (8 * 46)
     for name in ("checkpoint.pt", "checkpoint.prev.pt"):
         (tmp_path / name).write_bytes(good[:-100])
     code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 9)
@@ -951,19 +1061,15 @@ def test_checkpoint_is_data_not_code(main, data, tmp_path, monkeypatch):
         write(tmp_path / f"{i}" / "checkpoint.pt")
         code, text = main(*TINY, "--data", data, "--out", tmp_path / f"{i}")
         assert code == 1 and "not a checkpoint" in text and not bomb.exists()
-    with contextlib.ExitStack() as stack:
-        both = by_hand(stack, 2, SCRIPT, *TINY, "--data", data, "--out", lambda r: tmp_path / ("0" if r else "new"))
-        outs = [p.communicate(timeout=60)[0] for p in both]
-    assert [p.returncode for p in both] == [1, 1] and "not a checkpoint" in outs[1] and not bomb.exists()
+    outs = run_ranks(2, SCRIPT, *TINY, "--data", data, "--out", lambda r: tmp_path / ("0" if r else "new"), code=1)
+    assert "rank 1: " in outs[0] and "not a checkpoint" in outs[0] and outs[1] == "" and not bomb.exists()
 
 
 def test_node_with_an_empty_disk_catches_up(data, tmp_path, untouched):
     """Two nodes with a disk each: the newest checkpoint is on rank 1's, and rank 0 goes on from it."""
     with start(*training(2, data, tmp_path / "b")) as p:
         signalled(p, lambda p: ranks(p.pid), signal.SIGTERM, "step 40/")
-    with contextlib.ExitStack() as stack:
-        both = by_hand(stack, 2, SCRIPT, *TINY, *LONG, "--data", data, "--out", lambda r: tmp_path / "ab"[r])
-        outs = [p.communicate(timeout=60)[0] for p in both]
+    outs = run_ranks(2, SCRIPT, *TINY, *LONG, "--data", data, "--out", lambda r: tmp_path / "ab"[r])
     assert "going on" in outs[0], outs
     for (name, x), (_, y) in zip(flat(load(tmp_path / "a")), flat(load(untouched(2))), strict=True):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, name
@@ -978,15 +1084,50 @@ def test_resume_at_another_world_size(data, tmp_path):
     assert sorted(seen) == list(range(238))
 
 
-def test_full_disk(data, tmp_path):
-    """The file-size limit stands for a full disk: the run stops, with the old checkpoint intact."""
+@pytest.mark.parametrize("size", [50_000, 300])
+def test_full_disk(data, tmp_path, size):
+    """The file-size limit stands for a full disk, for the checkpoint or for the metrics, too: the run stops, with the old checkpoint intact."""
     import resource
-    run(*training(1, data, tmp_path, "--max-steps", "7"))
+    finish(1, data, tmp_path, "--max-steps", "7")
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     printed = run(*training(2, data, tmp_path), code=1, preexec_fn=limit)
-    assert "cannot save" in printed and "is intact" in printed and "ddp_train.py\", line" not in printed, printed
+    assert "error: cannot" in printed and "is intact" in printed and "ddp_train.py\", line" not in printed, printed
     assert (tmp_path / "checkpoint.pt").read_bytes() == before and not (tmp_path / "checkpoint.tmp").exists()
+
+
+@contextlib.contextmanager
+def read_only(folder):
+    """Root writes wherever it likes, but not into an immutable folder."""
+    ways = (["chattr", "+i"], ["chattr", "-i"]) if os.geteuid() == 0 else (["chmod", "a-w"], ["chmod", "u+w"])
+    if not shutil.which(ways[0][0]) or subprocess.run([*ways[0], folder], capture_output=True).returncode:
+        pytest.skip("root, and no chattr that works here")
+    try:
+        yield
+    finally:
+        subprocess.run([*ways[1], folder], check=True)
+
+
+def test_folder_that_becomes_read_only(data, tmp_path):
+    out = tmp_path / "out"
+    with start(*training(1, data, out)) as p:
+        read_until(p, "step 9/")
+        before = load(out)["step"]
+        with read_only(out):
+            printed = p.communicate(timeout=60)[0]
+    assert p.returncode == 1 and "error: cannot save" in printed and "is intact" in printed and "Traceback" not in printed, printed
+    assert load(out)["step"] >= before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_data_are_mapped_not_copied(tmp_path):
+    """After a read of all samples the process has no page of the file for itself: however many ranks, the machine has them once."""
+    (tmp_path / "data").write_bytes(os.urandom(1 << 24))
+    train, _ = ddp_train.load_data(tmp_path / "data", 127)
+    assert sum(int(train.__getitems__([i])[0, 0]) for i in range(0, len(train), 32)) > 0
+    entry = Path("/proc/self/smaps").read_text().split(str(tmp_path / "data"))[1].split("VmFlags")[0]
+    size = {k: int(v) for k, v in re.findall(r"(\w+): +(\d+) kB", entry)}
+    assert size["Rss"] > 15_000 and size["Private_Dirty"] == size["Anonymous"] == 0, size
 
 
 def test_two_runs_into_one_folder(main, data, tmp_path):
@@ -1132,9 +1273,9 @@ def hosts(tmp_path):
             subprocess.run(["ip", "netns", "del", n], capture_output=True)
 
 
-def node(hosts, i, out, *args, **env):
+def node(hosts, i, out, *args, script=HERE / "run_multi_node.sh", **env):
     env = {"MASTER_ADDR": "10.77.0.1", "NNODES": "2", "PYTHON": sys.executable, **env}
-    return start(HERE / "run_multi_node.sh", *TINY, "--out", out / "ab"[i], *args, env=env, prefix=hosts[0][i])
+    return start(script, *TINY, "--out", out / "ab"[i], *args, env=env, prefix=hosts[0][i])
 
 
 @needs_hosts
@@ -1167,14 +1308,74 @@ def test_nodes_that_do_not_meet(hosts, data, tmp_path):
         assert "no route" in b.communicate(timeout=60)[0] and b.returncode == 2
 
 
+COUNTED = """
+import importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("reference", {script!r})
+reference = sys.modules["reference"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+fetch, set_epoch = reference.ByteDataset.__getitems__, reference.ResumableSampler.set_epoch
+file = open({folder!r} + f"/{{time.time_ns()}}.{{os.environ['RANK']}}.{{os.environ['WORLD_SIZE']}}", "w", buffering=1)
+
+def counted(dataset, indices):
+    if dataset.fingerprint:  # the training samples
+        print(*indices, file=file)
+    return fetch(dataset, indices)
+
+def told(sampler, epoch, start):
+    print("epoch", epoch, start, file=file)
+    set_epoch(sampler, epoch, start)
+
+reference.ByteDataset.__getitems__, reference.ResumableSampler.set_epoch = counted, told
+sys.exit(reference.main())
+"""
+
+
+def check_counts(folder, n, save_every, batch):
+    """From what each process wrote: in each epoch each sample counts once, whoever trained it, and what was trained again is no
+    more than lies between two checkpoints. Returns the world sizes in order of time."""
+    runs = []  # [world, {rank: [[epoch, start, indices], ...]}]
+    for path in sorted(folder.iterdir(), key=lambda p: int(p.name.split(".")[0])):
+        rank, world = map(int, path.name.split(".")[1:])
+        parts = []
+        for line in path.read_text().splitlines(True):
+            if line.startswith("epoch "):
+                parts.append([*map(int, line.split()[1:]), []])
+            elif parts and line.endswith("\n"):  # what comes before is the rehearsal
+                parts[-1][2].extend(map(int, line.split()))
+        if parts:  # a process that was restarted before its first step wrote none
+            if not runs or runs[-1][0] != world or rank in runs[-1][1]:
+                runs.append([world, {}])
+            runs[-1][1][rank] = parts
+    assert all(len(ranks) == world for world, ranks in runs), runs
+    order, redone = {}, []  # epoch -> the samples that count, in order
+    for i, (world, ranks) in enumerate(runs):
+        for parts in zip(*(ranks[r] for r in range(world))):
+            epoch, start, _ = parts[0]
+            kept = order.setdefault(epoch, [])
+            for later in [e for e in order if e > epoch]:
+                redone.append(len(order.pop(later)))
+            redone.append(len(kept) - start)
+            assert redone[-1] >= 0, f"epoch {epoch}: trained up to {len(kept)}, and on from {start}"
+            kept[start:] = itertools.chain(*zip(*(indices for _, _, indices in parts)))
+    for epoch in range(max(order)):
+        assert sorted(order[epoch][:n]) == list(range(n)) and len(order[epoch]) < n + 2, f"epoch {epoch}"
+    assert max(redone) <= 2 * save_every * 2 * batch
+    return [world for world, _ in runs]
+
+
 @needs_hosts
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["killed", "cut"])
 def test_elastic_node_leaves_and_returns(hosts, data, tmp_path, fault):
-    """NNODES=1:2. Host b dies or loses its wire: a goes on alone from the last checkpoint. b returns: a takes it back."""
+    """NNODES=1:2. Host b dies or loses its wire: a goes on alone from the last checkpoint. b returns: a takes it back.
+    Of what is trained between two checkpoints nothing is lost, and nothing counts twice."""
+    shutil.copy(HERE / "run_multi_node.sh", tmp_path)
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "ddp_train.py").write_text(COUNTED.format(script=str(SCRIPT), folder=str(tmp_path / "seen")))
     args = ["--data", data, "--epochs", "2000", "--save-every", "20", "--log-every", "10"]
+    more = {"script": tmp_path / "run_multi_node.sh", "NNODES": "1:2", "MAX_RESTARTS": "9"}
     with contextlib.ExitStack() as stack:
-        a, b = (stack.enter_context(node(hosts, i, tmp_path, *args, NNODES="1:2", MAX_RESTARTS="9")) for i in (0, 1))
+        a, b = (stack.enter_context(node(hosts, i, tmp_path, *args, **more)) for i in (0, 1))
         before = read_until(a, "2 processes on 2 nodes") + read_until(a, r"step [4-9]\d/")
         if fault == "killed":
             for pid in [*tree(b.pid), b.pid]:
@@ -1183,11 +1384,15 @@ def test_elastic_node_leaves_and_returns(hosts, data, tmp_path, fault):
             hosts[1](1, "link", "set", "wire", "down")
         alone = read_until(a, "1 process on 1 node") + read_until(a, "going on from")
         assert int(re.search(r"going on from .* step (\d+)", alone)[1]) >= 20, before + alone
+        read_until(a, "step")
         if fault == "cut":
             hosts[1](1, "link", "set", "wire", "up")
-        again = stack.enter_context(node(hosts, 1, tmp_path, *args, NNODES="1:2", MAX_RESTARTS="9"))
+        again = stack.enter_context(node(hosts, 1, tmp_path, *args, **more))
         assert "going on from" in read_until(a, "2 processes on 2 nodes") + read_until(a, "going on from")
+        read_until(a, "step")
         again.send_signal(0)
+    worlds = check_counts(tmp_path / "seen", 238, save_every=20, batch=4)
+    assert worlds == [2, 1, 2]
 
 
 if __name__ == "__main__":
