@@ -87,6 +87,9 @@ class ByteTransformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+SHAPE = ("layers", "heads", "dim", "seq_len")  # the arguments in which a run and its checkpoint must agree
+
+
 def build_model(args):
     return ByteTransformer(args.layers, args.heads, args.dim, args.seq_len, args.dropout)
 
@@ -164,25 +167,24 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def number(kind, low, high=math.inf, exclusive=True):
+def number(kind, allowed, words):
     def parse(text):
-        value = kind(text)
-        if not (value > low or (value == low and not exclusive)) or value >= high:
-            raise ValueError
-        return value
+        with contextlib.suppress(ValueError):
+            if allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {words}, got {text!r}")
 
-    parse.__name__ = f"{'integer' if kind is int else 'number'} {'>' if exclusive else '>='} {low}" + (
-        f" and < {high}" if high < math.inf else "")
     return parse
 
 
 def parse_args(argv=None):
-    count, whole = number(int, 0), number(int, 0, exclusive=False)
-    real, share = number(float, 0), number(float, 0, 1, exclusive=False)
+    count, whole = number(int, lambda v: v > 0, "an integer > 0"), number(int, lambda v: v >= 0, "an integer >= 0")
+    real, share = number(float, lambda v: 0 < v < math.inf, "a number > 0"), number(float, lambda v: 0 <= v < 1, "a number >= 0 and < 1")
+    limit = number(float, lambda v: v >= 0, "a number >= 0")
     p = Parser(prog="ddp_train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
                description="Trains a byte-level transformer with data parallelism. Every --option-name may be spelled --option_name.")
     g = p.add_argument_group("run")
-    g.add_argument("--data", metavar="PATH", help="file or folder to train on (default: the source of Python's own library)", default=argparse.SUPPRESS)
+    g.add_argument("--data", metavar="PATH", help="file or folder to train on; without it the source of Python's own library")
     g.add_argument("--out", metavar="DIR", default="out", help="folder for checkpoint.pt and metrics.jsonl; a run found there goes on")
     g.add_argument("--fresh", action="store_true", help="start again; the old run in --out is moved to --out/old-N")
     g.add_argument("--epochs", type=count, metavar="N", default=1, help="passes over the training data")
@@ -197,7 +199,7 @@ def parse_args(argv=None):
     g.add_argument("--lr", type=real, metavar="X", default=2e-3, help="peak learning rate of one process; W processes use W times that")
     g.add_argument("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="that linear scaling by the world size")
     g.add_argument("--warmup-steps", type=whole, metavar="N", default=100, help="steps of linear warm-up, before the cosine")
-    g.add_argument("--grad-clip", type=number(float, 0, exclusive=False), metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
+    g.add_argument("--grad-clip", type=limit, metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
     g.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass (autocast)")
     g.add_argument("--compile", action="store_true", help="torch.compile the model")
     g.add_argument("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
@@ -218,7 +220,7 @@ def parse_args(argv=None):
     g.add_argument("--sync-every", type=count, metavar="N", default=1, help="local SGD: average weights every N steps, not gradients every step")
     p.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     argv = [re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in (sys.argv[1:] if argv is None else argv)]
-    args = p.parse_args(argv, argparse.Namespace(data=None))
+    args = p.parse_args(argv)
     if args.dim % args.heads:
         p.error(f"--dim {args.dim} is not divisible by --heads {args.heads}")
     if args.sync_every > 1 and args.comm_hook != "none":
@@ -243,20 +245,23 @@ class Place:
 
 
 def pick_device(name, local_rank=0, processes=None):
-    """The torch.device of this process, one of `processes` on this node. Raises UserError where it is not there."""
+    """The torch.device of this process, one of `processes` on this node if that is known; makes it the current one.
+    Raises UserError where it is not there."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "cpu" or (name == "auto" and found is None):
         return torch.device("cpu")
     kind = found.type if found else "cuda"
-    if name not in ("auto", "cuda", kind) and not re.fullmatch(r"\d+(,\d+)*", name):
+    numbers = [int(i) for i in name.split(",")] if re.fullmatch(r"\d+(,\d+)*", name) else None
+    if numbers is None and name not in ("auto", "cuda", kind):
         raise UserError(f"--device {name}: give auto, cpu, cuda or GPU numbers like 0,3")
-    there = torch.accelerator.device_count() if name in ("auto", kind) or (name[0].isdigit() and found) else 0
-    wanted = [int(i) for i in name.split(",")] if name[0].isdigit() else list(range(there))
-    processes = processes or local_rank + 1
-    if max(wanted, default=0) >= there or processes > len(wanted):
-        raise UserError(f"insufficient {kind.upper()} devices: {processes} process(es) with --device {name} on a machine that "
+    there = torch.accelerator.device_count() if found and (numbers or name in ("auto", kind)) else 0
+    numbers = numbers or list(range(there))
+    needed = processes or local_rank + 1
+    if needed > len(numbers) or max(numbers) >= there:
+        raise UserError(f"insufficient {kind.upper()} devices: {needed} process(es) with --device {name} on a machine that "
                         f"has {there}: start fewer (--nproc_per_node), or use --device cpu")
-    return torch.device(kind, wanted[local_rank])
+    torch.accelerator.set_device_index(numbers[local_rank])
+    return torch.device(kind, numbers[local_rank])
 
 
 def init_distributed(device="auto", backend=None, init_method="env://", timeout=600.0, local_rank=None):
@@ -291,8 +296,6 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
         raise UserError(f"--backend {backend} is not in this build of torch: try gloo{' or nccl' * dist.is_nccl_available()}")
     if backend == "nccl" and device.type != "cuda":
         raise UserError("--backend nccl needs GPUs: leave --backend out, or use gloo")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
     limit = datetime.timedelta(seconds=timeout)
     where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" if init_method == "env://" else init_method
     try:
@@ -313,23 +316,26 @@ def generation(store, rank, world_size, timeout):
     """A name that only these processes share. All ranks call it. Raises RuntimeError if some do not come in time.
 
     torchrun's store outlives a restart, with the addresses of the processes before in it: a rank that reads those hangs.
-    So each rank says hello with a number of its own, rank 0 publishes all it finds, and that holds once all of them
-    have found themselves in it.
+    So each rank says hello with a number of its own. Rank 0 answers each hello with a name that is new where one hello
+    is, and the name holds once all ranks have joined it.
     """
-    me, end = uuid.uuid4().hex, time.monotonic() + timeout
+    me, roll, joined, end = uuid.uuid4().hex[:16], None, None, time.monotonic() + timeout
     store.set(f"hello/{rank}", me)
     hellos = [f"hello/{r}" for r in range(world_size)]
     while time.monotonic() < end:
-        if rank == 0 and store.check(hellos):
-            store.set("roll", b",".join(store.multi_get(hellos)))
-        roll = store.get("roll").decode() if store.check(["roll"]) else ""
-        if me in roll:
-            store.set(f"{roll}/{rank}", "")
-            if store.check([f"{roll}/{r}" for r in range(world_size)]):
-                return f"{zlib.crc32(roll.encode()):08x}"
+        if rank == 0 and store.check(hellos) and roll != (roll := store.multi_get(hellos)):
+            name = uuid.uuid4().hex[:16]
+            for r, hello in enumerate(roll):
+                store.set(f"welcome/{r}", f"{hello.decode()} {name}")
+        if store.check([f"welcome/{rank}"]):
+            hello, name = store.get(f"welcome/{rank}").decode().split()
+            if hello == me:
+                joined, before = name, joined
+                if store.add(name, int(joined != before)) == world_size:
+                    return name
         time.sleep(0.01)
     late = [str(r) for r in range(world_size) if not store.check([hellos[r]])]
-    raise RuntimeError(f"rank {', '.join(late) or '0'} did not come")
+    raise RuntimeError(f"rank {', '.join(late)} did not come" if late else "not all ranks came at the same time")
 
 
 def gather(value):
@@ -390,21 +396,24 @@ def process_group(place):
 
 def report(place, error):
     """Print the traceback of the first rank that fails, tell torchrun, and say after a time-out who did not answer."""
-    first = place.store is None
-    with contextlib.suppress(RuntimeError, AttributeError):  # the store was rank 0's or torchrun's, and is gone with it
-        place.store.set(f"failed/{place.rank}", "")
-        first = place.store.add("failures", 1) == 1
-        if first and re.search("timed? ?out", str(error), re.I):
-            time.sleep(3)  # the other ranks that wait give up at about the same time
-            silent = [str(r) for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
-            at = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__][-1]
-            print(f"rank {place.rank}: waited --timeout for rank {', '.join(silent)} in `{at.line}`", file=sys.stderr)
+    first = not re.search("closed by peer|reset by peer|broken pipe|remote process exited", str(error), re.I)
+    try:
+        if first and place.store is not None:
+            place.store.set(f"failed/{place.rank}", "")
+            first = place.store.add("failures", 1) == 1
+            if first and re.search("timed? ?out", str(error), re.I):
+                time.sleep(3)  # the other ranks that wait give up at about the same time
+                silent = [str(r) for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
+                at = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename][-1]
+                print(f"rank {place.rank}: waited --timeout for rank {', '.join(silent)} in `{at.line}`", file=sys.stderr)
+    except RuntimeError:  # the store was rank 0's or torchrun's, and is gone with it
+        first = False
     if first:
         get_error_handler().record_exception(error)  # what @record does, for the first error alone
         text = "".join(traceback.format_exception(error))
         print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{text}", file=sys.stderr, flush=True)
     else:
-        print(f"rank {place.rank} stops, another rank failed ({first_line(error)})", file=sys.stderr, flush=True)
+        print(f"rank {place.rank} stops: another rank failed or was killed ({first_line(error)})", file=sys.stderr, flush=True)
 
 
 class StopRequest:
@@ -497,9 +506,11 @@ class ResumableSampler(DistributedSampler):
 
 
 def make_loader(dataset, batch_size, sampler, place, workers=0):
+    fork = sys.platform == "linux"  # no longer Python's default from 3.14 on, but the way to share mapped data
     return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0,
                       worker_init_fn=ignore_signals, collate_fn=getattr(dataset, "collate", None),
-                      pin_memory=place.device.type == "cuda", generator=torch.Generator().manual_seed(0))
+                      pin_memory=place.device.type == "cuda", multiprocessing_context="fork" if fork and workers else None,
+                      generator=torch.Generator().manual_seed(place.rank))  # of the workers: augmentation differs by rank
 
 
 def batches_of(loader):
@@ -565,7 +576,7 @@ class Checkpoint:
             os.fsync(folder)  # the renames
             os.close(folder)
             self.damaged = False
-        except (OSError, RuntimeError) as e:
+        except Exception as e:  # reported by the next step, not by this thread
             self.error = f"cannot save {self.path}: {first_line(e)}"
             with contextlib.suppress(OSError):
                 beside.unlink()
@@ -633,7 +644,7 @@ class Log:
         self.file, end = open(folder / "metrics.jsonl", "a+", buffering=1), 0
         self.file.seek(0)
         for line in iter(self.file.readline, ""):
-            if not line.endswith("}\n") or json.loads(line)["step"] > step:
+            if not line.endswith("}\n") or json.loads(line).get("step", 0) > step:
                 break  # cut short by a kill, or of a step that will be trained again
             end = self.file.tell()
         self.file.truncate(end)
@@ -657,13 +668,13 @@ class Log:
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(name, value, step)
         text = ", ".join(f"{name} {value:{',.0f' if value > 1000 else '.4g'}}" for name, value in values.items())
-        line = f"step {step}/{self.total}: {text}"
-        if self.bar is None:
-            print(line, flush=True)
-        elif "loss" in values:
+        if self.bar is not None and "loss" in values:
             self.bar.set_postfix_str(text)
         else:
-            self.bar.write(line)
+            self.say(f"step {step}/{self.total}: {text}")
+
+    def say(self, line):
+        print(line, flush=True) if self.bar is None else self.bar.write(line)
 
 
 def wrap(model, place, hook="none"):
@@ -675,7 +686,7 @@ def wrap(model, place, hook="none"):
                                   gradient_as_bucket_view=True, **one_bucket)
     if hook == "powersgd":  # on gloo its collectives keep one order on all ranks only with a single bucket
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=10), power.powerSGD_hook)
+        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=12, start_powerSGD_iter=10), power.powerSGD_hook)
     elif hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         try:
@@ -691,25 +702,24 @@ def evaluate(model, loader, place, loss_fn=loss_fn, amp=contextlib.nullcontext, 
     `loader` has every W-th sample from the r-th, without padding. `model` is the bare module: no collective hides in it,
     so ranks may have more or fewer samples, or none.
     """
-    batches = batches_of(loader)
-    losses, rows = [torch.zeros((), device=place.device)], [0]
+    batches, sums = batches_of(loader), [torch.zeros(2, device=place.device)]
     model.eval()
     with torch.inference_mode():
         for _ in range(0, len(loader.dataset), place.world_size * loader.batch_size):  # as many on each rank
             if stop is not None:
                 stop.ask()
-            for batch in itertools.islice(batches, 1):
+            if (batch := next(batches, None)) is not None:
                 x, y = (t.to(place.device, non_blocking=True) for t in batch)
                 with amp():
-                    losses.append(loss_fn(model(x), y).float())
-                rows.append(len(x))
+                    loss = loss_fn(model(x), y).float()
+                sums.append(torch.stack([loss * len(x), torch.ones_like(loss) * len(x)]))
             if stop is not None and stop.answer():
-                model.train()
-                return None
+                break
+        else:
+            stop = None
     model.train()
-    rows = torch.tensor(rows, dtype=torch.float64)
-    pair = sum_over_ranks(torch.stack([(torch.stack(losses).cpu() * rows).sum(), rows.sum()]))
-    return float(pair[0] / pair[1])
+    total, rows = sum_over_ranks(torch.stack(sums).cpu().double().sum(0)).tolist()
+    return total / rows if stop is None else None
 
 
 def all_reduce_seconds(place, numel):
@@ -746,7 +756,8 @@ def train(args, place, stop):
     nodes = preflight(place, args, model, train_set, val_set)
     together(lambda: checkpoint.lock() if place.is_main else None)
     if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # torchrun restarts with the same arguments
-        together(lambda: checkpoint.move_aside() if place.local_rank == 0 else None)
+        for rank_0 in (True, False):  # one after the other: on a shared disk nothing is left for the other nodes
+            together(lambda: checkpoint.move_aside() if place.local_rank == 0 and place.is_main == rank_0 else None)
     old = newest_checkpoint(place, checkpoint)
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
@@ -764,43 +775,47 @@ def train(args, place, stop):
             loss = loss_fn(runner(x.to(place.device)), y.to(place.device))
         loss.backward()
         optimizer.zero_grad()
-        model.load_state_dict(buffers, strict=False)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
 
     # ---- Resume. `samples` is of this epoch, `loss_sum` over `loss_rows` samples since the last log line; all of all ranks.
     at = {"epoch": 0, "step": 0, "samples": 0, "evaluated": 0, "loss_sum": 0.0, "loss_rows": 0}
     n, per_step = len(train_set), world * args.batch_size * args.accum
-    identity = {"seed": args.seed, "training samples": n}
+    identity = {"--seed": args.seed, "training samples": n, "data with CRC-32": getattr(train_set, "fingerprint", None),
+                **{f"--{k.replace('_', '-')}": getattr(args, k, None) for k in SHAPE}}
     if old is not None:
-        problem = next((f"{k} {old['run'][k]}, this run has {v}" for k, v in identity.items() if old["run"][k] != v), None)
         try:
-            model.load_state_dict(old["model"])
-            optimizer.load_state_dict(old["optimizer"])
-            scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
-            at = {k: old[k] for k in at}
+            problem = next((f"{k} {old['run'][k]}, this run has {k} {v}" for k, v in identity.items() if old["run"][k] != v), None)
+            if problem is None:
+                model.load_state_dict(old["model"])
+                optimizer.load_state_dict(old["optimizer"])
+                scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
+                at, old = {k: old[k] for k in at}, None
         except (RuntimeError, ValueError, KeyError) as e:
-            problem = problem or f"another model ({' '.join(str(e).split())[:160]})"
+            problem = f"another model or program ({' '.join(str(e).split())[:160]})"
         if problem:
             raise UserError(f"the checkpoint in --out {args.out} is of a run with {problem}: use the same data and options, "
                             "another --out, or --fresh")
+    # The steps of this epoch and of the epochs after it. The last step of an epoch may be smaller.
     total = at["step"] + -(-(n - at["samples"]) // per_step) + (args.epochs - at["epoch"] - 1) * -(-n // per_step)
     total = min(total, args.max_steps or total)
-    longer = f"raise --epochs{' and --max-steps' * bool(args.max_steps)}"
+    longer = f"raise {'--max-steps, or ' * bool(args.max_steps)}--epochs"
     if at["step"] >= total and at["evaluated"] == at["step"]:
         return say(f"nothing left to do: {checkpoint.path} has {at['epoch']} epochs, {at['step']} steps; to train longer "
                    f"{longer}, to start again use --fresh")
 
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lr = args.lr * (world if args.scale_lr else 1)
-    log = Log(checkpoint.folder, at["step"], total) if place.is_main else None
     say(f"{world} process{'es' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}, {dist.get_backend() if dist.is_initialized() else 'no group'}, "
         f"{place.device.type} ({torch.get_num_threads()} threads), {args.precision}; {numel:,} parameters; {n:,} training and "
         f"{len(val_set):,} held-out samples; effective batch {per_step} = {world} x {args.batch_size} x accum {args.accum}; "
         f"learning rate {lr:g}; {total} steps")
-    if old is not None:
+    if at["step"]:
         say(f"going on from {checkpoint.path} at epoch {at['epoch']}, step {at['step']}")
     if world > 1:
         say(f"one all-reduce of the gradients ({numel * 4 / 1e6:.1f} MB) takes {all_reduce_seconds(place, numel) * 1e3:.1f} ms")
 
+    log = Log(checkpoint.folder, at["step"], total) if place.is_main else None
     sampler = ResumableSampler(train_set, world, place.rank, seed=args.seed)
     loader = make_loader(train_set, args.batch_size, sampler, place, args.workers)
     val_loader = make_loader(val_set, args.batch_size, range(place.rank, len(val_set), world), place, args.workers)
@@ -833,9 +848,9 @@ def train(args, place, stop):
             at["loss_sum"], at["loss_rows"], elements, since = 0.0, 0, 0, time.perf_counter()
             if log:
                 log.write(step, loss=mean, lr=optimizer.param_groups[0]["lr"], tokens_per_s=rate)
-            if share is None and world > 1 and (share := waiting_share(ddp)) is not None:
-                say(f"{share:.0%} of a step waits for the all-reduce" + (
-                    ": --comm-hook fp16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""))
+                if share is None and world > 1 and (share := waiting_share(ddp)) is not None:
+                    log.say(f"{share:.0%} of a step waits for the all-reduce" + (
+                        ": --comm-hook fp16 halves its bytes, --accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""))
         if evaluating and not stopping:
             start = time.perf_counter()
             val_loss = evaluate(model, val_loader, place, loss_fn, amp, stop)
@@ -850,7 +865,8 @@ def train(args, place, stop):
             saved = step
             if place.is_main:
                 checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                                 "scaler": scaler.state_dict(), **at, "run": identity, "args": vars(args)})
+                                 "scaler": scaler.state_dict(), **at, "run": identity,
+                                 "args": json.loads(json.dumps(vars(args), default=str))})  # plain types: weights_only
         if finished or stopping:
             break
 
@@ -932,10 +948,16 @@ def spawn(args, argv):
     with socket.socket() as s:  # a free port, for env://
         s.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.spawn)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.spawn)))
     context = mp.spawn(spawned, (sys.argv[1:] if argv is None else argv, args.spawn), args.spawn, join=False)
+
+    def pass_on(signum, frame):
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signum)
+
     for s in SIGNALS:
-        signal.signal(s, lambda signum, frame: [os.kill(pid, signum) for pid in context.pids()])
+        signal.signal(s, pass_on)
     try:
         while not context.join():
             pass

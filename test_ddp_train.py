@@ -456,6 +456,12 @@ def test_restarted_ranks_find_each_other():
             assert one.result() == zero.result()
             names.append(one.result())
     assert len(set(names)) == 3
+    for r in range(1, 1000):  # a thousand ranks: no key or value grows with their number
+        store.set(f"hello/{r}", f"{r}")
+    store = mock.Mock(wraps=store)
+    with pytest.raises(RuntimeError, match="not all ranks came"):
+        ddp_train.generation(store, 0, 1000, 0.5)
+    assert max(len(str(arg)) for name in ("set", "add") for call in getattr(store, name).call_args_list for arg in call.args) < 40
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         ddp_train.generation(dist.HashStore(), 0, 2, 0.2)
 
@@ -676,9 +682,12 @@ def test_unreadable(main, data, tmp_path):
 
 
 def test_checkpoint_of_another_run(main, data, tmp_path):
+    other_data = tmp_path / "other"
+    other_data.write_bytes(data.read_bytes().replace(b"quick", b"brisk"))
     main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 2)
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    for other, says in (("--dim 32", "another model"), ("--layers 2", "another model"), ("--seed 5", "seed 0"), ("--seq-len 16", "training samples")):
+    for other, says in (("--dim 32", "--dim 16, this run has --dim 32"), ("--heads 1", "--heads 2"), ("--seed 5", "--seed 0"),
+                        ("--seq-len 16", "training samples"), (f"--data {other_data}", "data with CRC-32")):
         code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, *other.split())
         assert code == 1 and text.count("\n") == 1 and says in text and "--fresh" in text
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
@@ -1111,7 +1120,7 @@ def read_only(folder):
 def test_folder_that_becomes_read_only(data, tmp_path):
     out = tmp_path / "out"
     with start(*training(1, data, out)) as p:
-        read_until(p, "step 9/")
+        read_until(p, "step 22/")  # the save of step 21 began, so that of step 14 is done
         before = load(out)["step"]
         with read_only(out):
             printed = p.communicate(timeout=60)[0]
@@ -1130,6 +1139,22 @@ def test_data_are_mapped_not_copied(tmp_path):
     assert size["Rss"] > 15_000 and size["Anonymous"] == 0, size
 
 
+def test_save_that_cannot_be_pickled(main, data, tmp_path, monkeypatch):
+    save = ddp_train.Checkpoint.save
+    monkeypatch.setattr(ddp_train.Checkpoint, "save", lambda self, state: save(self, {**state, "more": lambda: None}))
+    code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 3)
+    assert code == 1 and "cannot save" in text and "done" not in text and not list(tmp_path.glob("checkpoint*"))
+
+
+def test_workers_of_each_rank_draw_numbers_of_their_own(tmp_path):
+    class Noise(torch.utils.data.Dataset):
+        __len__ = lambda self: 4
+        __getitem__ = lambda self, i: torch.rand(())
+
+    first = [next(iter(ddp_train.make_loader(Noise(), 4, range(4), ddp_train.Place(torch.device("cpu"), rank), 1))) for rank in (0, 1)]
+    assert not torch.equal(*first)
+
+
 def test_two_runs_into_one_folder(main, data, tmp_path):
     with start(*training(1, data, tmp_path)) as first:
         read_until(first, "step 3/")  # now it blocks, and keeps the folder
@@ -1143,7 +1168,7 @@ def test_rank_that_raises(data, tmp_path):
     assert printed.count("ValueError: boom\n") >= 1 and printed.count("failed:\nTraceback") == 1, printed
     ours = printed[printed.index("failed:\n") :]
     assert "rank 1" in printed[: printed.index("failed:\n")].splitlines()[-1] and "boom" in ours.split("Traceback")[1]
-    assert "stops, another rank failed" not in printed[: printed.index("failed:\n")]
+    assert "stops: another rank failed" not in printed[: printed.index("failed:\n")]
 
 
 def test_rank_that_hangs(data, tmp_path):
