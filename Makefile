@@ -22,7 +22,7 @@ setup: .venv/.done ## make .venv: torch, unless PYTHON has it, and the small pac
 	  echo "using the torch of $(PYTHON)"; \
 	  echo "$$there" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/with_torch.pth; \
 	  for p in $(PACKAGES); do $(PY) -c "import $${p%%==*}" 2>/dev/null || $(PY) -m pip install -q $$p || exit 1; done; \
-	else $(PY) -m pip install -q "$(firstword $(TORCH))" $(wordlist 2,9,$(TORCH)) && $(PY) -m pip install -q $(PACKAGES); fi
+	else echo "installing torch into .venv: some minutes, the first time"; $(PY) -m pip install -q "$(firstword $(TORCH))" $(wordlist 2,9,$(TORCH)) && $(PY) -m pip install -q $(PACKAGES); fi
 	touch $@
 
 train: setup ## train with all GPUs of this machine, or on the CPU: about two minutes on two cores
@@ -40,7 +40,7 @@ train-cpu: setup ## NPROC (2) processes on the CPU
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: setup ## the tests: five to eight minutes on two cores
+test: setup ## the tests: about four minutes on two cores
 	$(PY) -m pytest -q $(ARGS) test_ddp_train.py
 
 test-faults: setup ## 100 kills, 1,000 damaged checkpoints: the long form
