@@ -849,7 +849,7 @@ def train(args, place, stop):
             mean, rate = at["loss_sum"] / at["loss_rows"], elements / (time.perf_counter() - since)
             at["loss_sum"], at["loss_rows"], elements, since = 0.0, 0, 0, time.perf_counter()
             if log:
-                log.write(step, loss=mean, lr=optimizer.param_groups[0]["lr"], tokens_per_s=rate)
+                log.write(step, loss=mean, tokens_per_s=rate, lr=optimizer.param_groups[0]["lr"])
                 # PowerSGD is left out: it begins with plain all-reduces, and DDP's clock is an average since the start.
                 if share is None and world > 1 and args.comm_hook != "powersgd" and (share := waiting_share(ddp)) is not None:
                     halve = "--comm-hook fp16 halves its bytes, " * (args.comm_hook == "none")
