@@ -986,6 +986,13 @@ def kill_once(data, out, seed, workers=1):
     return victim
 
 
+def test_ranks_stop_when_torchrun_is_killed(data, tmp_path):
+    """Nobody could stop or restart them any more, and they would keep the folder: they save and leave."""
+    with start(*training(2, data, tmp_path)) as p:
+        printed = signalled(p, lambda p: [p.pid], signal.SIGKILL, "step 9/")
+    assert "stopped by SIGTERM" in printed and "done:" not in printed and 9 <= load(tmp_path)["step"] < 192, printed
+
+
 @pytest.mark.parametrize("seed", [4])
 def test_kill_9(data, tmp_path, untouched, seed):
     print(kill_once(data, tmp_path, seed))
