@@ -797,6 +797,27 @@ def bench_worker(out, kind, steps, *argv):
         Path(f"{out}.json").write_text(json.dumps({**times, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
 
 
+PARTS = """
+import time
+parts, last = [], time.perf_counter()
+def part(name):
+    global last
+    parts.append(f"{name} {time.perf_counter() - last:.2f}")
+    last = time.perf_counter()
+import torch, torch.distributed; part("import torch")
+import ddp_train; part("import ddp_train")
+data, _ = ddp_train.load_data(None, 128); part("read and check the data")
+import torch._dynamo; part("import torch._dynamo (by torch's optimizers)")
+args = ddp_train.parse_args([])
+model = ddp_train.build_model(args)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True); part("model and optimizer")
+x, y = data.collate(data.__getitems__(range(args.batch_size)))
+ddp_train.loss_fn(model(x), y).backward()
+optimizer.step(); part("first step")
+print(", ".join(parts))
+"""
+
+
 def bench_run(nproc, out, kind, steps, *argv, **env):
     launcher = torchrun(nproc) if nproc > 1 else [sys.executable]
     run(*launcher, __file__, "bench_worker", out, kind, steps, *argv, env=env, timeout=600, real=True)
@@ -840,6 +861,7 @@ def test_bench(tmp_path):
             starts.append((time.perf_counter() - begin, imports))
     print(f"from the command to the first step: {middle(s for s, _ in starts):.2f} s; a Python that imports torch and torch._dynamo (which its "
           f"optimizers import) and ends: {middle(i for _, i in starts):.2f} s")
+    print(f"its parts, in seconds: {run(sys.executable, '-c', PARTS, cwd=HERE).strip()}", flush=True)
     (tmp_path / "little").write_bytes((tmp_path / "data").read_bytes()[:20_000])
     big = ["--device", "cpu", "--layers", "14", "--heads", "12", "--dim", "768", "--seq-len", "64", "--batch-size", "4", "--log-every", "1", "--data", tmp_path / "little"]
     for kind, words in (("sync", "waited for"), ("ours", "written beside the training")):
