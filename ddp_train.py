@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import mmap
+import multiprocessing
 import os
 import re
 import signal
@@ -389,9 +390,20 @@ def process_group(place):
         if leaving is not None:
             raise leaving
     finally:
+        gc.collect()  # DDP is in reference cycles, and so are the loaders
+        end_workers()
         if dist.is_initialized():
-            gc.collect()  # DDP is in reference cycles
             dist.destroy_process_group()
+
+
+def end_workers():
+    """Kill what is left of the DataLoaders' workers: they ignore SIGTERM, and Python would wait for them at exit for ever."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises an error where a worker is killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+            child.join()
+    signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def report(place, error):

@@ -311,6 +311,8 @@ def worker(out, *argv):
 def faulty(kind, rank, *argv):
     """ddp_train in which one rank raises, hangs or has a loss of nan in its fifth micro-batch."""
     calls, original = itertools.count(1), ddp_train.loss_fn
+    if kind == "stray":  # as a DataLoader worker that was forked, and an error came before it was noted down
+        multiprocessing.Process(target=lambda: ddp_train.ignore_signals(0) or time.sleep(600), daemon=True).start()
 
     def loss_fn(output, target):
         if os.environ["RANK"] == rank and output.requires_grad and next(calls) == 5:
@@ -1212,6 +1214,11 @@ def test_rank_that_raises(data, tmp_path):
     ours = printed[printed.index("failed:\n") :]
     assert "rank 1" in printed[: printed.index("failed:\n")].splitlines()[-1] and "boom" in ours.split("Traceback")[1]
     assert "stops: another rank failed" not in printed[: printed.index("failed:\n")]
+
+
+def test_rank_that_raises_does_not_wait_for_its_workers(data, tmp_path):
+    outs = run_ranks(2, __file__, "faulty", "stray", "1", *TINY, "--data", data, "--out", tmp_path, "--workers", "1", code=1)
+    assert "ValueError: boom" in outs[1] and "rank 0 stops" in outs[0]
 
 
 def test_rank_that_hangs(data, tmp_path):
