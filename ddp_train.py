@@ -582,7 +582,11 @@ class Checkpoint:
                 f.flush()
                 os.fsync(f.fileno())
             if self.path.exists() and not self.damaged:
-                os.replace(self.path, self.previous)
+                self.previous.unlink(missing_ok=True)
+                try:
+                    os.link(self.path, self.previous)  # a second name for it: checkpoint.pt is there at every moment
+                except OSError:  # a file system without links
+                    os.replace(self.path, self.previous)
             os.replace(beside, self.path)
             folder = os.open(self.folder, os.O_RDONLY)
             os.fsync(folder)  # the renames

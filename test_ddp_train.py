@@ -691,6 +691,31 @@ def test_unreadable(main, data, tmp_path):
     assert "cannot be written" in main(*TINY, "--data", data, "--out", tmp_path / "out")[1]
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_checkpoint_is_replaced_in_one_step(main, data, tmp_path, monkeypatch, links):
+    """Whoever reads checkpoint.pt while it is saved finds the old or the new one; without hard links, the old one has the other name."""
+    seen, path = [], tmp_path / "checkpoint.pt"
+
+    def watched(function):
+        def call(*args, **kwargs):
+            function(*args, **kwargs)
+            seen.append((path.exists(), path.exists() or (tmp_path / "checkpoint.prev.pt").exists()))
+        return call
+
+    def link(*args):
+        if not links:
+            raise PermissionError("as exFAT does")
+        os_link(*args)
+
+    os_link = os.link
+    for name, function in (("replace", os.replace), ("link", link), ("unlink", os.unlink)):
+        monkeypatch.setattr(os, name, watched(function))
+    assert main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, "--save-every", 1)[0] == 0
+    monkeypatch.undo()
+    assert len(seen) >= 7 and all(either for _, either in seen) and all(there for there, _ in seen) == links
+    assert load(tmp_path)["step"] == 4 and load(tmp_path, "checkpoint.prev.pt")["step"] == 3
+
+
 def test_checkpoint_of_another_run(main, data, tmp_path):
     other_data = tmp_path / "other"
     other_data.write_bytes(data.read_bytes().replace(b"quick", b"brisk"))
@@ -1165,7 +1190,7 @@ def read_only(folder):
 def test_folder_that_becomes_read_only(data, tmp_path):
     out = tmp_path / "out"
     with start(*training(1, data, out)) as p:
-        read_until(p, "step 22/")  # the save of step 21 began, so that of step 14 is done
+        read_until(p, "step 22/")  # the save of step 21 began, so that of step 14 is done, and at every moment there is a checkpoint.pt
         before = load(out)["step"]
         with read_only(out):
             printed = p.communicate(timeout=60)[0]
