@@ -300,7 +300,9 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
     limit = datetime.timedelta(seconds=timeout)
     where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" if init_method == "env://" else init_method
     try:
-        store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
+        # torchrun's own store is there before we are. Where it does not answer, torchrun was killed. (torch tries twice.)
+        patience = min(limit, datetime.timedelta(seconds=30)) if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else limit
+        store, rank, world_size = next(dist.rendezvous(init_method, rank, world_size, timeout=patience))
         store.set_timeout(limit)
         store = dist.PrefixStore(generation(store, rank, world_size, timeout), store)
         dist.init_process_group(
@@ -673,16 +675,16 @@ class Log:
         """Values of this step, by name: numbers."""
         try:
             self.file.write(json.dumps({"step": step, **values}) + "\n")
-        except OSError as e:
-            self.error = f"cannot write {self.file.name}: {e.strerror}"
-        if self.board is None:
-            try:  # only now: it takes a second to import
-                from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.first)
-            except ImportError:
-                self.board = False
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
+            if self.board is None:
+                try:  # only now: it takes a second to import
+                    from torch.utils.tensorboard import SummaryWriter
+                    self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.first)
+                except ImportError:
+                    self.board = False
+            for name, value in values.items() if self.board else ():
+                self.board.add_scalar(name, value, step)
+        except OSError as e:  # TensorBoard raises what its thread could not write, a little later
+            self.error = f"cannot write the metrics in {self.folder}: {first_line(e)}"
         text = ", ".join(f"{name} {value:{',.0f' if value > 1000 else '.4g'}}" for name, value in values.items())
         if self.bar is not None and "loss" in values:
             self.bar.set_postfix_str(text)
@@ -708,7 +710,7 @@ def wrap(model, place, hook="none"):
         try:
             ddp.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
         except TypeError as e:
-            raise UserError(f"--comm-hook {hook} does not work with {dist.get_backend()}, fp16 does ({first_line(e)})") from e
+            raise UserError(f"--comm-hook {hook} does not work with this build of torch, fp16 does ({first_line(e)})") from e
     return ddp
 
 

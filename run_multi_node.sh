@@ -44,6 +44,7 @@ NNODES=${NNODES:-2} MASTER_PORT=${MASTER_PORT:-29500} RDZV_TIMEOUT=${RDZV_TIMEOU
 case "$NNODES:${NODE_RANK:+set}" in *:*:set) fail "NODE_RANK needs a fixed number of nodes, NNODES is $NNODES: leave it out" ;; esac
 
 # Which address of this node leads to MASTER_ADDR, over which interface, and is it ours? Nothing is sent to find out.
+# (No lone quote or parenthesis in this Python: the bash 3.2 of macOS counts them in a $(...).)
 found=$("$PYTHON" - "$MASTER_ADDR" "$MASTER_PORT" 2>&1 <<'EOF'
 import fcntl, re, socket, struct, subprocess, sys
 name, port = sys.argv[1], int(sys.argv[2])
@@ -54,7 +55,7 @@ def towards(address):
         return s.getsockname()[0]
 
 def interfaces():
-    """(interface, address) pairs: from the kernel on Linux, from `ip` or `ifconfig` for more addresses and elsewhere."""
+    """(interface, address) pairs: from the kernel on Linux, from ip or ifconfig for more addresses and elsewhere."""
     for _, interface in socket.if_nameindex():
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -83,7 +84,7 @@ except OSError:
     sys.exit(f"this node has no route to MASTER_ADDR={name} ({master}): check the address and the network of this node")
 host = local == master or master.startswith("127.")
 if host and master.startswith("127.") and not name.startswith("127.") and name != "localhost":
-    # Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which nobody else can reach.
+    # On Debian /etc/hosts gives the name of the host itself the address 127.0.1.1, which nobody else can reach.
     try:
         local = towards("192.0.2.1")
     except OSError:
