@@ -12,8 +12,8 @@
     python ddp_train.py --spawn 4                                       # no launcher
     MASTER_ADDR=A NNODES=2 ./run_multi_node.sh                          # hosts without DNS, Slurm
 
-The way through: arguments, init_distributed, data, model, preflight, DDP, resume, train, evaluate, save, leave.
-To use it for something else, replace the two blocks MODEL and DATA. Start it again, and it goes on where it was.
+A run, in order: parse_args, init_distributed, load_data, build_model, preflight, wrap, resume, the loop of train, evaluate, save.
+To use it for something else, replace the blocks MODEL and DATA. The same command again goes on from the last checkpoint.
 """
 import argparse
 import contextlib
@@ -26,7 +26,6 @@ import itertools
 import json
 import math
 import mmap
-import multiprocessing
 import os
 import re
 import signal
@@ -36,7 +35,7 @@ import sysconfig
 import threading
 import time
 import traceback
-import uuid
+import types
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -44,18 +43,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FAILED = 1000  # beside the numbers of signals: a save failed
+FAILED = 1000  # what a rank that cannot write tells the others, in place of a signal's number (see StopRequest)
 
 
-# ---- MODEL: replace this block. The rest knows `model(x)` and `loss_fn(output, target)`, a mean over all elements. ----
+# ---- MODEL: replace this block. The rest calls build_model(args), model(x) and loss_fn(output, target), a mean over ----
+# ---- all elements, and compares a run with its checkpoint by SHAPE.                                              ----
 class Block(nn.Module):
     def __init__(self, dim, heads, dropout):
         super().__init__()
@@ -80,7 +82,7 @@ class ByteTransformer(nn.Module):
         self.embed, self.position, self.drop = nn.Embedding(256, dim), nn.Embedding(seq_len, dim), nn.Dropout(dropout)
         self.blocks = nn.Sequential(*[Block(dim, heads, dropout) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256)
-        for embedding in (self.embed, self.position):  # torch's default of 1 drowns what the blocks add to it
+        for embedding in (self.embed, self.position):  # torch's default std of 1 would drown what the blocks add
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, x):
@@ -99,10 +101,10 @@ def loss_fn(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-# ---- DATA: replace this block. The rest knows a map-style Dataset of (x, target); its `__getitems__` (a batch at ----
-# ---- once), `collate` and `fingerprint` (compared between the ranks) are optional.                            ----
+# ---- DATA: replace this block. The rest calls load_data(path, seq_len): two map-style Datasets of (x, target). Their ----
+# ---- `__getitems__` (a batch at once), `collate` and `fingerprint` (compared between the ranks) are optional.       ----
 class ByteDataset(Dataset):
-    """Sample i is (x, y), both int64 (seq_len,): the i-th window of `data`, uint8, and the same one byte on."""
+    """Sample i is (x, y), int64 of shape (seq_len,): the i-th window of the uint8 tensor `data`, and the same one byte later."""
 
     def __init__(self, data, seq_len, fingerprint=None):
         self.windows, self.fingerprint = data.unfold(0, seq_len + 1, seq_len), fingerprint  # a view, not a copy
@@ -132,14 +134,14 @@ def load_data(path, seq_len):
             files = where.rglob("*") if path else where.glob("*.py")
             buffer = bytearray(b"".join(f.read_bytes() for f in sorted(files) if f.is_file()))
         else:
-            with open(where, "rb") as f:  # ACCESS_COPY: torch wants to be able to write; nothing is written
+            with open(where, "rb") as f:  # ACCESS_COPY: torch warns of read-only memory; nothing writes, so nothing is copied
                 buffer = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) if os.fstat(f.fileno()).st_size else b""
     except OSError as e:
         raise UserError(f"--data {where}: {e.strerror}") from e
     held_out = max(len(buffer) // 20, seq_len + 1)
     if len(buffer) - held_out < seq_len + 1:
         raise UserError(f"--data {where} has {len(buffer)} bytes, {2 * seq_len + 2} are needed: two windows of --seq-len + 1")
-    step = max(1 << 20, len(buffer) // 64)  # up to 64 MiB all of it, of more 64 pieces of 1 MiB
+    step = max(1 << 20, len(buffer) // 64)  # checksum: all of up to 64 MiB, 64 pieces of 1 MiB of anything larger
     crc = 0
     for i in range(0, len(buffer), step):
         crc = zlib.crc32(memoryview(buffer)[i : i + (1 << 20)], crc)
@@ -149,7 +151,7 @@ def load_data(path, seq_len):
 
 # ---- ARGUMENTS ----
 class UserError(Exception):
-    """What its user can mend: reported in one line, without a traceback."""
+    """What the user can fix: reported in one line, without a traceback."""
 
 
 def first_line(error):
@@ -157,9 +159,9 @@ def first_line(error):
 
 
 def complain(message):
-    """Print one error line: from local rank 0 where torchrun started all ranks alike, else from the rank that knows."""
+    """Print one error line. Under torchrun all ranks of a node come here alike, and local rank 0 prints; else every caller."""
     if os.environ.get("LOCAL_RANK", "0") == "0" or "LOCAL_WORLD_SIZE" not in os.environ:
-        print(f"ddp_train.py: error: {message}", file=sys.stderr, flush=True)
+        print(f"ddp_train.py: error: {message}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def number(kind, allowed, words):
+def number(kind, allowed, words):  # a `type` for add_argument
     def parse(text):
         with contextlib.suppress(ValueError):
             if allowed(value := kind(text)):
@@ -179,46 +181,48 @@ def number(kind, allowed, words):
 
 
 def parse_args(argv=None):
-    count, whole = number(int, lambda v: v > 0, "an integer > 0"), number(int, lambda v: v >= 0, "an integer >= 0")
-    real, share = number(float, lambda v: 0 < v < math.inf, "a number > 0"), number(float, lambda v: 0 <= v < 1, "a number >= 0 and < 1")
+    count = number(int, lambda v: v > 0, "an integer > 0")
+    whole = number(int, lambda v: v >= 0, "an integer >= 0")
+    real = number(float, lambda v: 0 < v < math.inf, "a number > 0")
+    share = number(float, lambda v: 0 <= v < 1, "a number >= 0 and < 1")
     limit = number(float, lambda v: v >= 0, "a number >= 0")
-    p = Parser(prog="ddp_train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
-               description="Trains a byte-level transformer with data parallelism. Every --option-name may be spelled --option_name.")
-    g = p.add_argument_group("run")
-    g.add_argument("--data", metavar="PATH", help="file or folder to train on; without it the source of Python's own library")
-    g.add_argument("--out", metavar="DIR", default="out", help="folder for checkpoint.pt and metrics.jsonl; a run found there goes on")
-    g.add_argument("--fresh", action="store_true", help="start again; the old run in --out is moved to --out/old-N")
-    g.add_argument("--epochs", type=count, metavar="N", default=1, help="passes over the training data")
-    g.add_argument("--max-steps", type=count, metavar="N", help="optimizer steps, if they end before the epochs do")
-    g.add_argument("--log-every", type=count, metavar="N", default=20, help="steps between two lines of loss and throughput")
-    g.add_argument("--eval-every", type=count, metavar="N", help="steps between two evaluations, besides one after each epoch")
-    g.add_argument("--save-every", type=count, metavar="N", default=100, help="steps between two checkpoints")
-    g.add_argument("--seed", type=whole, metavar="N", default=0, help="seed of weights, order of samples and dropout")
-    g = p.add_argument_group("optimization")
-    g.add_argument("--batch-size", type=count, metavar="N", default=32, help="samples per process and micro-batch")
-    g.add_argument("--accum", type=count, metavar="N", default=1, help="micro-batches per optimizer step (gradient accumulation)")
-    g.add_argument("--lr", type=real, metavar="X", default=2e-3, help="peak learning rate of one process; W processes use W times that")
-    g.add_argument("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="that linear scaling by the world size")
-    g.add_argument("--warmup-steps", type=whole, metavar="N", default=100, help="steps of linear warm-up, before the cosine")
-    g.add_argument("--grad-clip", type=limit, metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
-    g.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass (autocast)")
-    g.add_argument("--compile", action="store_true", help="torch.compile the model")
-    g.add_argument("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
-    g.add_argument("--workers", type=whole, metavar="N", default=0, help="loading processes per rank; 0 is enough for mapped bytes")
-    g = p.add_argument_group("model")
-    g.add_argument("--layers", type=count, metavar="N", default=2, help="transformer blocks")
-    g.add_argument("--heads", type=count, metavar="N", default=4, help="attention heads")
-    g.add_argument("--dim", type=count, metavar="N", default=128, help="width")
-    g.add_argument("--seq-len", type=count, metavar="N", default=128, help="bytes per sample")
-    g.add_argument("--dropout", type=share, metavar="X", default=0.0, help="dropout probability")
-    g = p.add_argument_group("processes")
-    g.add_argument("--device", metavar="D", default="auto", help="auto, cpu, cuda or GPU numbers like 0,3: local rank i takes the i-th")
-    g.add_argument("--backend", metavar="NAME", help="gloo, nccl, ... (default: what torch has for the device)")
-    g.add_argument("--init-method", metavar="URL", default="env://", help="env://, tcp://host:port or file:///path")
-    g.add_argument("--spawn", type=count, metavar="N", help="start N processes on this machine without a launcher")
-    g.add_argument("--timeout", type=real, metavar="SECONDS", default=600.0, help="longest wait for another rank")
-    g.add_argument("--comm-hook", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="compression of the all-reduced gradients")
-    g.add_argument("--sync-every", type=count, metavar="N", default=1, help="local SGD: average weights every N steps, not gradients every step")
+    p = Parser("ddp_train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, description="Trains a "
+               "byte-level transformer with data parallelism. Every --option-name may be spelled --option_name.")
+    add = p.add_argument_group("run").add_argument
+    add("--data", metavar="PATH", help="file or folder to train on; without it the source of Python's own library")
+    add("--out", metavar="DIR", default="out", help="folder for checkpoint.pt and metrics.jsonl; a run found there goes on")
+    add("--fresh", action="store_true", help="start again; the old run in --out is moved to --out/old-N")
+    add("--epochs", type=count, metavar="N", default=1, help="passes over the training data")
+    add("--max-steps", type=count, metavar="N", help="optimizer steps, if they end before the epochs do")
+    add("--log-every", type=count, metavar="N", default=20, help="steps between two lines of loss and throughput")
+    add("--eval-every", type=count, metavar="N", help="steps between two evaluations, besides one after each epoch")
+    add("--save-every", type=count, metavar="N", default=100, help="steps between two checkpoints")
+    add("--seed", type=whole, metavar="N", default=0, help="seed of weights, order of samples and dropout")
+    add = p.add_argument_group("optimization").add_argument
+    add("--batch-size", type=count, metavar="N", default=32, help="samples per process and micro-batch")
+    add("--accum", type=count, metavar="N", default=1, help="micro-batches per optimizer step (gradient accumulation)")
+    add("--lr", type=real, metavar="X", default=2e-3, help="peak learning rate of one process; W processes use W times that")
+    add("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="that linear scaling by the world size")
+    add("--warmup-steps", type=whole, metavar="N", default=100, help="steps of linear warm-up, before the cosine")
+    add("--grad-clip", type=limit, metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass (autocast)")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
+    add("--workers", type=whole, metavar="N", default=0, help="loading processes per rank; 0 is enough for mapped bytes")
+    add = p.add_argument_group("model").add_argument
+    add("--layers", type=count, metavar="N", default=2, help="transformer blocks")
+    add("--heads", type=count, metavar="N", default=4, help="attention heads")
+    add("--dim", type=count, metavar="N", default=128, help="width")
+    add("--seq-len", type=count, metavar="N", default=128, help="bytes per sample")
+    add("--dropout", type=share, metavar="X", default=0.0, help="dropout probability")
+    add = p.add_argument_group("processes").add_argument
+    add("--device", metavar="D", default="auto", help="auto, cpu, cuda or GPU numbers like 0,3: local rank i takes the i-th")
+    add("--backend", metavar="NAME", help="gloo, nccl, ... (default: what torch has for the device)")
+    add("--init-method", metavar="URL", default="env://", help="env://, tcp://host:port or file:///path")
+    add("--spawn", type=count, metavar="N", help="start N processes on this machine without a launcher")
+    add("--timeout", type=real, metavar="SECONDS", default=600.0, help="longest wait for another rank")
+    add("--comm-hook", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="compress the all-reduced gradients")
+    add("--sync-every", type=count, metavar="N", default=1, help="local SGD: average weights every N steps instead of gradients")
     p.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # python -m torch.distributed.launch adds it
     argv = [re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in (sys.argv[1:] if argv is None else argv)]
     args = p.parse_args(argv)
@@ -246,8 +250,8 @@ class Place:
 
 
 def pick_device(name, local_rank=0, processes=None):
-    """The torch.device of this process, one of `processes` on this node if that is known; makes it the current one.
-    Raises UserError where it is not there."""
+    """The torch.device of this process, made the current one. `processes` is how many share this node, if that is known.
+    Raises UserError if there are too few devices."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "cpu" or (name == "auto" and found is None):
         return torch.device("cpu")
@@ -268,8 +272,8 @@ def pick_device(name, local_rank=0, processes=None):
 def init_distributed(device="auto", backend=None, init_method="env://", timeout=600.0, local_rank=None):
     """Join the process group that the environment describes (RANK, WORLD_SIZE, ...; see the README), if any.
 
-    All ranks call it, once. Returns a Place: of a single process without a group where RANK is not set. CPU tensors
-    always have gloo, so that flags, losses and checkpoints never wait for the GPU. Raises UserError.
+    All ranks call it, once. Without RANK there is no group, and the Place returned is that of a single process. Whatever the
+    backend, CPU tensors go through gloo, so flags, losses and checkpoints never wait for the GPU. Raises UserError.
     """
     env = os.environ
     try:
@@ -289,8 +293,8 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
     if local_rank is None:  # Kubernetes operators do not set it
         local_rank = rank % max(1, torch.accelerator.device_count())
     device = pick_device(device, local_rank, processes)
-    # DDP and the optimizers import torch._dynamo. Imported while there is a group, it keeps that alive for ever (as a
-    # default argument), so destroy_process_group() joins no thread and one run in six aborts in the interpreter's exit.
+    # DDP and the optimizers import torch._dynamo. If that happens after the group was made, a default argument in it holds the
+    # group for ever: destroy_process_group() then leaves gloo's threads running, and one run in six aborts at its exit.
     from torch import _dynamo  # noqa: F401
     backend = backend or dist.get_default_backend_for_device(device)
     if backend not in dist.Backend.backend_list or not dist.is_backend_available(backend):
@@ -316,28 +320,27 @@ def init_distributed(device="auto", backend=None, init_method="env://", timeout=
 
 
 def generation(store, rank, world_size, timeout):
-    """A name that only these processes share. All ranks call it. Raises RuntimeError if some do not come in time.
+    """A name that these processes share and no earlier ones did. All ranks call it. RuntimeError if some do not come in time.
 
-    torchrun's store outlives a restart, with the addresses of the processes before in it: a rank that reads those hangs.
-    So each rank says hello with a number of its own. Rank 0 answers each hello with a name that is new where one hello
-    is, and the name holds once all ranks have joined it.
+    torchrun's store outlives a restart, and a rank that reads the addresses which earlier processes left in it hangs. So
+    each rank says hello with a random number. When rank 0 sees a new set of hellos it answers each of them with a new name,
+    and the name holds once all ranks have counted themselves in.
     """
-    me, roll, joined, end = uuid.uuid4().hex[:16], None, None, time.monotonic() + timeout
+    me, roll, joined, end = os.urandom(8).hex(), None, None, time.monotonic() + timeout
     store.set(f"hello/{rank}", me)
     hellos = [f"hello/{r}" for r in range(world_size)]
     while time.monotonic() < end:
         if rank == 0 and store.check(hellos) and roll != (roll := store.multi_get(hellos)):
-            name = uuid.uuid4().hex[:16]
+            name = os.urandom(8).hex()
             for r, hello in enumerate(roll):
                 store.set(f"welcome/{r}", f"{hello.decode()} {name}")
         if store.check([f"welcome/{rank}"]):
-            hello, name = store.get(f"welcome/{rank}").decode().split()
-            if hello == me:
-                joined, before = name, joined
-                if store.add(name, int(joined != before)) == world_size:
-                    return name
+            hello, name = store.get(f"welcome/{rank}").decode().split()  # the answer may be to an earlier process
+            if hello == me and store.add(name, int(name != joined)) == world_size:  # adds 1 once, then 0, to read the count
+                return name
+            joined = name
         time.sleep(0.01)
-    late = [str(r) for r in range(world_size) if not store.check([hellos[r]])]
+    late = [str(r) for r, hello in enumerate(hellos) if not store.check([hello])]
     raise RuntimeError(f"rank {', '.join(late)} did not come" if late else "not all ranks came at the same time")
 
 
@@ -358,7 +361,7 @@ def sum_over_ranks(tensor):
 
 
 def together(work):
-    """work() of this rank; where it raises UserError on any rank, all raise that. All ranks call it."""
+    """Run work() and return its result; if it raises UserError on any rank, raise that on all. All ranks call it."""
     result, problem = None, None
     try:
         result = work()
@@ -374,23 +377,20 @@ def together(work):
 def process_group(place):
     """Leave the group in good order: together where all ranks leave, at once where this one failed.
 
-    UserError and SystemExit are raised on all ranks alike; rank 0 passes the first on, to be printed. Of other errors the
-    first rank to fail prints its traceback, before its connections break; the others see those broken, a line each.
+    All ranks raise the same UserError or SystemExit; the UserError leaves this block on rank 0 alone, to be printed once.
+    Of other errors the first rank to fail prints the traceback; the rest find their connections broken, and print a line.
     """
     try:
-        try:
-            yield
-            leaving = None
-        except (UserError, SystemExit) as e:
-            leaving = e if place.is_main or isinstance(e, SystemExit) else SystemExit(1)
-            traceback.clear_frames(e.__traceback__)  # they hold the DDP module, and that the group
-        except Exception as e:
-            report(place, e)
-            traceback.clear_frames(e.__traceback__)
-            raise SystemExit(1) from None
-        sum_over_ranks(torch.zeros(1))  # a rank that destroys its group while another is in a collective can abort that one
-        if leaving is not None:
-            raise leaving
+        yield
+        sum_over_ranks(torch.zeros(1))  # a barrier: a rank that leaves can abort another that is still in a collective
+    except (UserError, SystemExit) as e:
+        traceback.clear_frames(e.__traceback__)  # they hold the DDP module, and that holds the group
+        sum_over_ranks(torch.zeros(1))
+        raise e if place.is_main or isinstance(e, SystemExit) else SystemExit(1)
+    except Exception as e:
+        report(place, e)
+        traceback.clear_frames(e.__traceback__)
+        raise SystemExit(1) from None
     finally:
         gc.collect()  # DDP is in reference cycles, and so are the loaders
         end_workers()
@@ -401,7 +401,7 @@ def process_group(place):
 def end_workers():
     """Kill what is left of the DataLoaders' workers: they ignore SIGTERM, and Python would wait for them at exit for ever."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises an error where a worker is killed
-    for child in multiprocessing.active_children():
+    for child in mp.active_children():
         if child.daemon:
             child.kill()
             child.join()
@@ -425,15 +425,15 @@ def report(place, error):
     if first:
         get_error_handler().record_exception(error)  # what @record does, for the first error alone
         text = "".join(traceback.format_exception(error))
-        print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{text}", file=sys.stderr, flush=True)
+        print(f"rank {place.rank} ({socket.gethostname()}) failed:\n{text}", file=sys.stderr)
     else:
-        print(f"rank {place.rank} stops: another rank failed or was killed ({first_line(error)})", file=sys.stderr, flush=True)
+        print(f"rank {place.rank} stops: another rank failed or was killed ({first_line(error)})", file=sys.stderr)
 
 
 class StopRequest:
     """SIGTERM, SIGINT or SIGUSR1 to any rank becomes a stop of all ranks at the same step. A second SIGINT kills at once.
 
-    `ask` starts an all-reduce of a flag, `answer` ends it: the step in between hides it, and the GPU is not involved.
+    `ask` starts an all-reduce of a flag, `answer` waits for it: the step in between hides its time. The GPU is not involved.
     """
 
     def __init__(self):
@@ -452,7 +452,7 @@ class StopRequest:
     def ask(self, failed=False):
         """Start to ask all ranks whether one has to stop. `failed`: this one has. All ranks call it."""
         if self.parent not in (None, os.getppid()):
-            self.code = self.code or signal.SIGTERM  # torchrun was killed: nobody would restart or stop us
+            self.code = self.code or signal.SIGTERM  # torchrun was killed, and nobody else would restart or stop us
         self.flag = torch.tensor([FAILED if failed else int(self.code)])
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
 
@@ -464,7 +464,7 @@ class StopRequest:
 
 
 def ignore_signals(worker_id):
-    """In a DataLoader worker: it ends with its parent. A signal to the whole job would kill it before the last batch."""
+    """In a DataLoader worker: a signal to the whole job must not kill it before the last batch. It ends with its rank."""
     for s in SIGNALS:
         signal.signal(s, signal.SIG_IGN)
 
@@ -484,13 +484,12 @@ def preflight(place, args, model, train_set, val_set):
         (f"data with CRC-32 {getattr(train_set, 'fingerprint', None)}", same_data),
         (f"model parameters with CRC-32 {zlib.crc32(shapes.encode()):08x}", "is the model the same on every node?"),
     ]
-    everyone = gather((socket.gethostname(), place.local_rank, facts))
-    for mine, *others in zip(*(facts for _, _, facts in everyone)):
-        odd = [r for r, other in enumerate(others, 1) if other != mine]
-        if odd:
-            also = f" (ranks {', '.join(map(str, odd[1:]))} differ, too)" if odd[1:] else ""
-            raise UserError(f"rank {odd[0]} (host {everyone[odd[0]][0]}) has {others[odd[0] - 1][0]}, rank 0 has {mine[0]}{also}: {mine[1]}")
-    return sum(local_rank == 0 for _, local_rank, _ in everyone)
+    hosts, local_ranks, facts = zip(*gather((socket.gethostname(), place.local_rank, facts)))
+    for fact in zip(*facts):  # one fact, as rank 0 has it, as rank 1 has it, ...
+        if odd := [r for r, of_rank in enumerate(fact) if of_rank != fact[0]]:
+            r, also = odd[0], f" (ranks {', '.join(map(str, odd[1:]))} differ, too)" if odd[1:] else ""
+            raise UserError(f"rank {r} (host {hosts[r]}) has {fact[r][0]}, rank 0 has {fact[0][0]}{also}: {fact[0][1]}")
+    return local_ranks.count(0)
 
 
 # ---- DATA FOR EACH RANK ----
@@ -508,7 +507,7 @@ class ResumableSampler(DistributedSampler):
         self.start = start
 
     def __len__(self):
-        return -(-(len(self.dataset) - self.start) // self.num_replicas)
+        return math.ceil((len(self.dataset) - self.start) / self.num_replicas)
 
     def __iter__(self):
         n = len(self.dataset)
@@ -520,18 +519,18 @@ class ResumableSampler(DistributedSampler):
 
 
 def make_loader(dataset, batch_size, sampler, place, workers=0):
-    fork = sys.platform == "linux"  # no longer Python's default from 3.14 on, but the way to share mapped data
+    context = "fork" if workers and sys.platform == "linux" else None  # shares the mapped data; not Python 3.14's default
     return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0,
                       worker_init_fn=ignore_signals, collate_fn=getattr(dataset, "collate", None),
-                      pin_memory=place.device.type == "cuda", multiprocessing_context="fork" if fork and workers else None,
-                      generator=torch.Generator().manual_seed(place.rank))  # of the workers: augmentation differs by rank
+                      pin_memory=place.device.type == "cuda", multiprocessing_context=context,
+                      generator=torch.Generator().manual_seed(place.rank))  # seeds the workers: augmentation differs by rank
 
 
 def batches_of(loader):
-    """iter(loader). Its first call forks the workers, and that needs a quiet moment.
+    """iter(loader), whose first call forks the workers, in a moment in which gloo's thread is quiet.
 
-    After a collective gloo's thread frees the tensors, for which it becomes a Python thread. Where a fork falls into that,
-    the child of a Python before 3.12 waits for a lock for ever (measured: one fork of some hundred).
+    After a collective that thread frees tensors, and registers with Python to do so. A worker forked in that moment inherits
+    a lock that nobody will release: before Python 3.12 it waits for ever (measured: one fork of some hundred).
     """
     if loader.num_workers and loader._iterator is None and dist.is_initialized():
         time.sleep(0.1)
@@ -552,9 +551,9 @@ class Checkpoint:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock_file = open(self.folder / ".lock", "a+")
-            for attempt in range(50):  # a run that was told to stop may still be saving
+            for _ in range(50):  # a run that was told to stop may still be saving
                 with contextlib.suppress(BlockingIOError, PermissionError):
-                    return fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, as flock is
+                    return fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, workers do not inherit it
                 time.sleep(0.1)
         except OSError as e:
             raise UserError(f"--out {self.folder} cannot be written: {e.strerror}") from e
@@ -562,8 +561,8 @@ class Checkpoint:
 
     def move_aside(self):
         """Move an old run to `old-N`. The first rank of each node calls it."""
-        names = (self.path.name, self.previous.name, "metrics.jsonl", "tensorboard")
-        if old := [self.folder / name for name in names if (self.folder / name).exists()]:
+        parts = self.path, self.previous, self.folder / "metrics.jsonl", self.folder / "tensorboard"
+        if old := [p for p in parts if p.exists()]:
             target = next(p for n in itertools.count(1) if not (p := self.folder / f"old-{n}").exists())
             target.mkdir()
             for p in old:
@@ -591,7 +590,7 @@ class Checkpoint:
                     os.replace(self.path, self.previous)
             os.replace(beside, self.path)
             folder = os.open(self.folder, os.O_RDONLY)
-            os.fsync(folder)  # the renames
+            os.fsync(folder)  # makes the renames last
             os.close(folder)
             self.damaged = False
         except Exception as e:  # reported by the next step, not by this thread
@@ -605,18 +604,16 @@ class Checkpoint:
             self.thread.join()
 
     def read(self):
-        """(step, path, bytes) of the newest intact file, step -1 without one, and a list of what is wrong with damaged ones.
+        """Step, path and bytes of the newest intact file (step -1: there is none), and a list of what is wrong with others.
 
-        torch.load does not check the CRC-32 of the records; weights_only keeps code out.
+        torch.load does not check the CRC-32 of the records, so this does; weights_only keeps code out.
         """
         problems = []
-        for path in (self.path, self.previous):
-            if not path.exists():
-                continue
+        for path in filter(Path.exists, (self.path, self.previous)):
             try:
                 content = path.read_bytes()
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                    # A record that one flipped bit makes a directory has a good CRC, and torch takes stray memory for its content.
+                    # A flipped bit can make a record a directory: its CRC is still right, and torch fills it with stray memory.
                     if bad := archive.testzip() or next((i.filename for i in archive.infolist() if i.external_attr), None):
                         raise ValueError(f"CRC-32 or attribute of {bad} is wrong")
                 return load_checkpoint(content)["step"], path, content, problems
@@ -635,22 +632,40 @@ def load_checkpoint(content):
 
 def newest_checkpoint(place, checkpoint):
     """The newest intact checkpoint of any node on every rank, or None. All ranks call it; no shared disk is needed."""
-    # The other ranks of a node see the same folder as its first.
+    # The first rank of a node reads; the others of that node would see the same folder.
     step, path, content, problems = checkpoint.read() if place.local_rank == 0 else (-1, None, b"", [])
-    everyone = gather((step, str(path), len(content), "; ".join(problems)))
-    source = max(range(len(everyone)), key=lambda r: everyone[r][0])
-    step, path, size, _ = everyone[source]
-    for rank, (_, _, _, problem) in enumerate(everyone):
+    steps, paths, sizes, problems = zip(*gather((step, path, len(content), "; ".join(problems))))
+    step, source = max(steps), steps.index(max(steps))
+    for rank, problem in enumerate(problems):
         if problem and step < 0:
             raise UserError(f"rank {rank}: {problem}: nothing to go on from; --fresh moves it aside and starts again")
         if problem and place.is_main:
-            print(f"warning: rank {rank}: {problem}; going on from {path} of rank {source} (step {step})", file=sys.stderr, flush=True)
+            print(f"warning: rank {rank}: {problem}; "
+                  f"going on from {paths[source]} of rank {source} (step {step})", file=sys.stderr)
     if step < 0:
         return None
     if dist.is_initialized():
-        content = bytearray(content if place.rank == source else size)
+        content = bytearray(content if place.rank == source else sizes[source])
         dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), source)
     return load_checkpoint(content)
+
+
+def resume(place, checkpoint, identity, parts, at):
+    """Bring `parts` and `at` to where the newest checkpoint is, if there is one. UserError if it is of another run."""
+    old = newest_checkpoint(place, checkpoint)
+    if old is None:
+        return
+    try:
+        problem = next((f"{k} {old['run'][k]}, this run has {k} {v}" for k, v in identity.items() if old["run"][k] != v), None)
+        if problem is None:
+            for name, part in parts.items():
+                part.load_state_dict(old[name])
+            vars(at).update({k: old[k] for k in vars(at)})
+    except (RuntimeError, ValueError, KeyError) as e:
+        problem = f"another model or program ({' '.join(str(e).split())[:160]})"
+    if problem:
+        raise UserError(f"the checkpoint in --out {checkpoint.folder} is of a run with {problem}: use the same data and options, "
+                        "another --out, or --fresh")
 
 
 # ---- TRAINING ----
@@ -658,7 +673,8 @@ class Log:
     """What a run tells: lines or a progress bar, metrics.jsonl, TensorBoard where it is installed. Rank 0 makes it."""
 
     def __init__(self, folder, step, total):
-        self.total, self.folder, self.first, self.board, self.bar, self.error = total, folder, step + 1, None, None, None
+        self.folder, self.first, self.total = folder, step + 1, total
+        self.board, self.bar, self.error = None, None, None
         self.file, end = open(folder / "metrics.jsonl", "a+", buffering=1), 0
         self.file.seek(0)
         for line in iter(self.file.readline, ""):
@@ -699,12 +715,12 @@ def wrap(model, place, hook="none"):
     """Wrap `model` in DDP, or return it where there is no process group. Raises UserError for a hook that torch refuses."""
     if not dist.is_initialized():
         return model
-    one_bucket = {"bucket_cap_mb": 1 << 20} if hook == "powersgd" and place.device.type == "cpu" else {}
+    one_bucket = hook == "powersgd" and place.device.type == "cpu"  # with more, its collectives mix up their order on gloo
     ddp = DistributedDataParallel(model, device_ids=[place.device] if place.device.type == "cuda" else None,
-                                  gradient_as_bucket_view=True, **one_bucket)
-    if hook == "powersgd":  # on gloo its collectives keep one order on all ranks only with a single bucket
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-        ddp.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=12, start_powerSGD_iter=10), power.powerSGD_hook)
+                                  gradient_as_bucket_view=True, bucket_cap_mb=1 << 20 if one_bucket else None)
+    if hook == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+        ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=12, start_powerSGD_iter=10), powerSGD_hook)
     elif hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         try:
@@ -714,30 +730,42 @@ def wrap(model, place, hook="none"):
     return ddp
 
 
-def evaluate(model, loader, place, loss_fn=loss_fn, amp=contextlib.nullcontext, stop=None):
+def rehearse(model, runner, x, y, place, amp):
+    """One forward and backward pass that changes no weight and no buffer. All ranks call it.
+
+    After its first backward pass DDP lays out its buckets anew, and with them the order in which three ranks or more are
+    summed. With that behind it, a resumed run rounds like one that was never stopped.
+    """
+    buffers = [b.clone() for b in model.buffers()]
+    with amp:
+        loss = loss_fn(runner(x.to(place.device)), y.to(place.device))
+    loss.backward()
+    model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers):
+        buffer.copy_(before)
+
+
+def evaluate(model, loader, place, amp=contextlib.nullcontext(), stop=None):
     """Mean loss, each sample counted once, the same at any world size. None if `stop` came. All ranks call it.
 
     `loader` has every W-th sample from the r-th, without padding. `model` is the bare module: no collective hides in it,
     so ranks may have more or fewer samples, or none.
     """
-    batches, sums = batches_of(loader), [torch.zeros(2, device=place.device)]
+    batches, sums, stopped = batches_of(loader), [torch.zeros((), device=place.device)], 0
     model.eval()
     with torch.inference_mode():
-        for _ in range(0, len(loader.dataset), place.world_size * loader.batch_size):  # as many on each rank
-            if stop is not None:
+        for _ in range(0, len(loader.dataset), place.world_size * loader.batch_size):  # every rank asks and answers equally often
+            if stop:
                 stop.ask()
             if (batch := next(batches, None)) is not None:
                 x, y = (t.to(place.device, non_blocking=True) for t in batch)
-                with amp():
-                    loss = loss_fn(model(x), y).float()
-                sums.append(torch.stack([loss * len(x), torch.ones_like(loss) * len(x)]))
-            if stop is not None and stop.answer():
+                with amp:
+                    sums.append(loss_fn(model(x), y).float() * len(x))
+            if stop and (stopped := stop.answer()):
                 break
-        else:
-            stop = None
     model.train()
-    total, rows = sum_over_ranks(torch.stack(sums).cpu().double().sum(0)).tolist()
-    return total / rows if stop is None else None
+    total = sum_over_ranks(torch.stack(sums).cpu().double().sum())
+    return None if stopped else float(total) / len(loader.dataset)
 
 
 def all_reduce_seconds(place, numel):
@@ -752,12 +780,16 @@ def all_reduce_seconds(place, numel):
     return time.perf_counter() - start
 
 
-def waiting_share(ddp):
-    """The share of a step that waits for the all-reduce, by DDP's own clock; None before it has measured one."""
-    clock = ddp._get_ddp_logging_data()
+def waiting(ddp, hook):
+    """A line on the share of a step that waits for the all-reduce, by DDP's own clock; None before that has measured one."""
+    clock = ddp._get_ddp_logging_data()  # averages since the start; PowerSGD starts with plain all-reduces: it is left out
     forward, backward, comm, overlap = (clock.get(f"avg_{k}_time", 0) for k in (
         "forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap"))
-    return (comm - overlap) / (forward + backward + comm - overlap) if comm else None
+    if not comm or hook == "powersgd":
+        return None
+    share = (comm - overlap) / (forward + backward + comm - overlap)
+    advice = f": {'--comm-hook fp16 halves its bytes, ' * (hook == 'none')}--accum 4 or --sync-every 16 make it rarer"
+    return f"{share:.0%} of a step waits for the all-reduce{advice * (share > 0.2)}"
 
 
 def train(args, place, stop):
@@ -773,88 +805,66 @@ def train(args, place, stop):
             raise UserError("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
     nodes = preflight(place, args, model, train_set, val_set)
     together(lambda: checkpoint.lock() if place.is_main else None)
-    if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # torchrun restarts with the same arguments
-        for rank_0 in (True, False):  # one after the other: on a shared disk nothing is left for the other nodes
-            together(lambda: checkpoint.move_aside() if place.local_rank == 0 and place.is_main == rank_0 else None)
-    old = newest_checkpoint(place, checkpoint)
+    if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # not again when torchrun restarts the job
+        together(lambda: checkpoint.move_aside() if place.is_main else None)
+        together(lambda: checkpoint.move_aside() if place.local_rank == 0 else None)  # nodes with a disk of their own
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
     scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-    amp = (lambda: torch.autocast(place.device.type, dtype)) if dtype else contextlib.nullcontext
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.precision)
+    amp = torch.autocast(place.device.type, dtype, enabled=dtype is not None)
     ddp = together(lambda: wrap(model, place, args.comm_hook))
     runner = torch.compile(ddp) if args.compile else ddp
     if world > 1:
-        # DDP lays out its buckets anew after its first backward pass, and with it the order in which three ranks or more
-        # are summed. A rehearsal makes that happen before the first step, so that a resumed run rounds like any other.
-        buffers = {k: v.clone() for k, v in model.named_buffers()}
-        x, y = next(iter(make_loader(train_set, args.batch_size, range(min(args.batch_size, len(train_set))), place)))
-        with amp():
-            loss = loss_fn(runner(x.to(place.device)), y.to(place.device))
-        loss.backward()
-        optimizer.zero_grad()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        rehearse(model, runner, *next(iter(make_loader(train_set, args.batch_size, None, place))), place, amp)
 
-    # ---- Resume. `samples` is of this epoch, `loss_sum` over `loss_rows` samples since the last log line; all of all ranks.
-    at = {"epoch": 0, "step": 0, "samples": 0, "evaluated": 0, "loss_sum": 0.0, "loss_rows": 0}
+    # ---- Resume. `at`: done by all ranks together; `samples` in this epoch, `loss_sum` over `loss_rows` since the last log line.
+    at = types.SimpleNamespace(epoch=0, step=0, samples=0, evaluated=0, loss_sum=0.0, loss_rows=0)
     n, per_step = len(train_set), world * args.batch_size * args.accum
     identity = {"--seed": args.seed, "training samples": n, "data with CRC-32": getattr(train_set, "fingerprint", None),
                 **{f"--{k.replace('_', '-')}": getattr(args, k, None) for k in SHAPE}}
-    if old is not None:
-        try:
-            problem = next((f"{k} {old['run'][k]}, this run has {k} {v}" for k, v in identity.items() if old["run"][k] != v), None)
-            if problem is None:
-                model.load_state_dict(old["model"])
-                optimizer.load_state_dict(old["optimizer"])
-                scaler.load_state_dict(old["scaler"] if scaler.is_enabled() else {})
-                at, old = {k: old[k] for k in at}, None
-        except (RuntimeError, ValueError, KeyError) as e:
-            problem = f"another model or program ({' '.join(str(e).split())[:160]})"
-        if problem:
-            raise UserError(f"the checkpoint in --out {args.out} is of a run with {problem}: use the same data and options, "
-                            "another --out, or --fresh")
-    # The steps of this epoch and of the epochs after it. The last step of an epoch may be smaller.
-    total = at["step"] + -(-(n - at["samples"]) // per_step) + (args.epochs - at["epoch"] - 1) * -(-n // per_step)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    resume(place, checkpoint, identity, parts, at)
+    # Steps done, left in this epoch, and in the epochs after it. The last step of an epoch may be smaller.
+    total = at.step + math.ceil((n - at.samples) / per_step) + (args.epochs - at.epoch - 1) * math.ceil(n / per_step)
     total = min(total, args.max_steps or total)
     longer = f"raise {'--max-steps, or ' * bool(args.max_steps)}--epochs"
-    if at["step"] >= total and at["evaluated"] == at["step"]:
-        return say(f"nothing left to do: {checkpoint.path} has {at['epoch']} epochs, {at['step']} steps; to train longer "
+    if at.step >= total and at.evaluated == at.step:
+        return say(f"nothing left to do: {checkpoint.path} has {at.epoch} epochs, {at.step} steps; to train longer "
                    f"{longer}, to start again use --fresh")
 
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lr = args.lr * (world if args.scale_lr else 1)
-    say(f"{world} process{'es' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}, {dist.get_backend() if dist.is_initialized() else 'no group'}, "
-        f"{place.device.type} ({torch.get_num_threads()} threads), {args.precision}; {numel:,} parameters; {n:,} training and "
+    backend = dist.get_backend() if dist.is_initialized() else "no group"
+    say(f"{world} process{'es' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}, {backend}, {place.device.type} "
+        f"({torch.get_num_threads()} threads), {args.precision}; {numel:,} parameters; {n:,} training and "
         f"{len(val_set):,} held-out samples; effective batch {per_step} = {world} x {args.batch_size} x accum {args.accum}; "
         f"learning rate {lr:g}; {total} steps")
-    if at["step"]:
-        say(f"going on from {checkpoint.path} at epoch {at['epoch']}, step {at['step']}")
+    if at.step:
+        say(f"going on from {checkpoint.path} at epoch {at.epoch}, step {at.step}")
     if world > 1:
         say(f"one all-reduce of the gradients ({numel * 4 / 1e6:.1f} MB) takes {all_reduce_seconds(place, numel) * 1e3:.1f} ms")
 
-    log = Log(checkpoint.folder, at["step"], total) if place.is_main else None
+    log = Log(checkpoint.folder, at.step, total) if place.is_main else None
     sampler = ResumableSampler(train_set, world, place.rank, seed=args.seed)
     loader = make_loader(train_set, args.batch_size, sampler, place, args.workers)
     val_loader = make_loader(val_set, args.batch_size, range(place.rank, len(val_set), world), place, args.workers)
-    # torch.manual_seed formats a stack trace for a CUDA that is not there, each time: 0.15 ms
+    # On the CPU torch.manual_seed formats a stack trace each time, for a CUDA that is not there: 0.15 ms.
     seed = torch.manual_seed if place.device.type != "cpu" else torch.default_generator.manual_seed
-    batches, losses, stopping, val_loss, saved, share = None, [], 0, None, at["step"], None
+    batches, losses, stopping, val_loss, saved, told = None, [], 0, None, at.step, None
     elements, since = 0, time.perf_counter()
     while True:
         # ---- Between two steps: what is due. After a restart that includes an evaluation that was cut short.
-        step = at["step"]
+        step = at.step
         finished = step >= total
-        evaluating = at["evaluated"] < step and (
-            finished or at["samples"] == 0 or (args.eval_every and step % args.eval_every == 0))
+        evaluating = at.evaluated < step and (finished or at.samples == 0 or (args.eval_every and step % args.eval_every == 0))
         logging = losses and (finished or step % args.log_every == 0)
         saving = step > saved and (finished or stopping or step % args.save_every == 0)
         if args.sync_every > 1 and world > 1 and (step % args.sync_every == 0 or evaluating or saving):
-            from torch.distributed.algorithms.model_averaging.utils import average_parameters
             moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()] if saving else []
             average_parameters(iter([*model.parameters(), *moments]), dist.group.WORLD)
         if losses and (logging or saving or evaluating):
-            sums = sum_over_ranks(torch.stack(losses).cpu().double())  # float32 summed in float64: exact in any order
+            sums = sum_over_ranks(torch.stack(losses).cpu().double())  # in float64 the order of the ranks does not matter
             if not sums.isfinite().all():
                 checkpoint.wait()
                 bad = step + 1 - len(losses) + int((~sums.isfinite()).nonzero()[0])
@@ -862,55 +872,50 @@ def train(args, place, stop):
                                 + (f"{checkpoint.path} (step {saved})" if saved else "none") + "; try a lower --lr")
             if scaler.is_enabled() and scaler.get_scale() < 2.0**-83:  # it starts at 2**16, and each skipped step halves it
                 raise UserError(f"fp16 overflowed in a hundred steps in a row up to step {step}: use --precision bf16")
-            at["loss_sum"], losses = at["loss_sum"] + float(sums.sum()), []
+            at.loss_sum, losses = at.loss_sum + float(sums.sum()), []
         if logging:
-            mean, rate = at["loss_sum"] / at["loss_rows"], elements / (time.perf_counter() - since)
-            at["loss_sum"], at["loss_rows"], elements, since = 0.0, 0, 0, time.perf_counter()
+            mean, rate = at.loss_sum / at.loss_rows, elements / (time.perf_counter() - since)
+            at.loss_sum, at.loss_rows, elements, since = 0.0, 0, 0, time.perf_counter()
             if log:
                 log.write(step, loss=mean, tokens_per_s=rate, lr=optimizer.param_groups[0]["lr"])
-                # PowerSGD is left out: it begins with plain all-reduces, and DDP's clock is an average since the start.
-                if share is None and world > 1 and args.comm_hook != "powersgd" and (share := waiting_share(ddp)) is not None:
-                    halve = "--comm-hook fp16 halves its bytes, " * (args.comm_hook == "none")
-                    log.say(f"{share:.0%} of a step waits for the all-reduce" + (
-                        f": {halve}--accum 4 or --sync-every 16 make it rarer" if share > 0.2 else ""))
+                if told is None and world > 1 and (told := waiting(ddp, args.comm_hook)):
+                    log.say(told)
         if evaluating and not stopping:
-            start = time.perf_counter()
-            val_loss = evaluate(model, val_loader, place, loss_fn, amp, stop)
-            since += time.perf_counter() - start
+            paused = time.perf_counter()
+            val_loss = evaluate(model, val_loader, place, amp, stop)
+            since += time.perf_counter() - paused
             if val_loss is None:
                 stopping, saving = stop.answer(), step > saved
             else:
-                at["evaluated"], saving = step, saving or finished
+                at.evaluated, saving = step, saving or finished
                 if log:
                     log.write(step, val_loss=val_loss, val_bits_per_byte=val_loss / math.log(2))
         if saving:
             saved = step
             if place.is_main:
-                checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                                 "scaler": scaler.state_dict(), **at, "run": identity,
-                                 "args": json.loads(json.dumps(vars(args), default=str))})  # plain types: weights_only
+                checkpoint.save({**{name: part.state_dict() for name, part in parts.items()}, **vars(at), "run": identity,
+                                 "args": json.loads(json.dumps(vars(args), default=str))})  # weights_only reads plain types alone
         if finished or stopping:
             break
 
         # ---- One optimizer step.
         if batches is None:
-            sampler.set_epoch(at["epoch"], at["samples"])
+            sampler.set_epoch(at.epoch, at.samples)
             batches = batches_of(loader)
         stop.ask(failed=checkpoint.error or (log and log.error))
-        seed((args.seed * 1_000_003 + step) * 65_537 + place.rank)  # dropout: differs by rank, no state to save
+        seed((args.seed * 1_000_003 + step) * 65_537 + place.rank)  # dropout differs by rank; no state to save
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / max(1, args.warmup_steps)) * (1 + math.cos(math.pi * step / total)) / 2
-        rows = min(per_step, n - at["samples"])  # samples of this step, all ranks
-        step_loss, micro_batches = 0.0, -(-rows // (world * args.batch_size))
-        for i in range(micro_batches):
+        rows = min(per_step, n - at.samples)  # samples of this step, all ranks
+        step_loss, starts = 0.0, range(at.samples, at.samples + rows, world * args.batch_size)
+        for start in starts:  # the micro-batches, each of samples start, start + 1, ... in turn over the ranks
             x, y = (t.to(place.device, non_blocking=True) for t in next(batches))
-            # How many of this rank's samples are real: the very last one of an epoch can be a repeat.
-            left = -(-(n - at["samples"] - i * world * args.batch_size - place.rank) // world)
-            real = max(0, min(len(x), left))
+            # How many of these are real, not the sampler's repeats at the end of an epoch. Where none is, one runs with weight 0.
+            real = min(len(x), len(range(start + place.rank, n, world)))
             x, y = x[: max(1, real)], y[: max(1, real)]
-            sync = args.sync_every == 1 and i == micro_batches - 1
+            sync = args.sync_every == 1 and start == starts[-1]
             with contextlib.nullcontext() if sync or ddp is model else ddp.no_sync():
-                with amp():
+                with amp:
                     loss = loss_fn(runner(x), y)
                 scaler.scale(loss * (real * world / rows)).backward()  # DDP divides by world: a mean over all samples
             step_loss = step_loss + loss.detach().float() * real
@@ -918,12 +923,12 @@ def train(args, place, stop):
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(step_loss if scaler.is_enabled() else step_loss + 0 * norm)  # not finite if one is; looked at later
-        at["step"], at["samples"], at["loss_rows"] = step + 1, at["samples"] + rows, at["loss_rows"] + rows
+        optimizer.zero_grad()
+        losses.append(step_loss if scaler.is_enabled() else step_loss + 0 * norm)  # NaN if the norm is not finite
+        at.step, at.samples, at.loss_rows = step + 1, at.samples + rows, at.loss_rows + rows
         elements += rows * y[0].numel()
-        if at["samples"] >= n:  # counted before it is saved: a restart does not train the epoch again
-            at["epoch"], at["samples"], batches = at["epoch"] + 1, 0, None
+        if at.samples >= n:  # counted before it is saved: a restart does not train the epoch again
+            at.epoch, at.samples, batches = at.epoch + 1, 0, None
         if log and log.bar:
             log.bar.update()
         stopping = stop.answer()
@@ -936,10 +941,10 @@ def train(args, place, stop):
         raise UserError(f"{error}; the checkpoint before it is intact")
     if stopping:
         say(f"stopped by {signal.Signals(stopping).name} at step {step}, saved in {checkpoint.path}; the same command goes on")
-        # 128 + signal, as shells have it; 0 where torchrun would take that for a failure and start the job again.
+        # 128 + signal, as in a shell; but 0 while torchrun has restarts left, or it would start the job again.
         most, so_far = (int(os.environ.get(f"TORCHELASTIC_{k}", 0)) for k in ("MAX_RESTARTS", "RESTART_COUNT"))
         raise SystemExit(0 if most > so_far else 128 + stopping)
-    say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at['epoch']} epochs, "
+    say(f"done: {val_loss / math.log(2):.3f} bits per byte on held-out data (8 is chance) after {at.epoch} epochs, "
         f"{step} steps; {checkpoint.path}; to go on, {longer}")
 
 
@@ -966,12 +971,11 @@ def spawned(index, argv, processes):
 
 def spawn(args, argv):
     """Start `--spawn N` processes, pass signals on to them, and return their exit code."""
-    from torch import multiprocessing as mp
     with socket.socket() as s:  # a free port, for env://
         s.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.spawn)))
-    context = mp.spawn(spawned, (sys.argv[1:] if argv is None else argv, args.spawn), args.spawn, join=False)
+    context = mp.spawn(spawned, (argv, args.spawn), args.spawn, join=False)
 
     def pass_on(signum, frame):
         for process in context.processes:
