@@ -28,6 +28,7 @@ import math
 import mmap
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -164,6 +165,14 @@ def complain(message):
         print(f"ddp_train.py: error: {message}", file=sys.stderr)
 
 
+def tell(line, write=functools.partial(print, flush=True)):
+    """Write a line for the user. If its reader is gone (Ctrl-C ends the `tee` behind a run as well) the run still has to save."""
+    try:
+        write(line)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         complain(f"{message} (see --help)")
@@ -181,9 +190,9 @@ def number(kind, allowed, words):  # a `type` for add_argument
 
 
 def parse_args(argv=None):
-    count = number(int, lambda v: v > 0, "an integer > 0")
-    whole = number(int, lambda v: v >= 0, "an integer >= 0")
-    real = number(float, lambda v: 0 < v < math.inf, "a number > 0")
+    count = number(int, lambda v: 0 < v < 2**31, "an integer > 0 and < 2**31")
+    whole = number(int, lambda v: 0 <= v < 2**31, "an integer >= 0 and < 2**31")
+    real = number(float, lambda v: 0 < v < 1e9, "a number > 0 and < 1e9")
     share = number(float, lambda v: 0 <= v < 1, "a number >= 0 and < 1")
     limit = number(float, lambda v: v >= 0, "a number >= 0")
     p = Parser("ddp_train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, description="Trains a "
@@ -193,7 +202,7 @@ def parse_args(argv=None):
     add("--out", metavar="DIR", default="out", help="folder for checkpoint.pt and metrics.jsonl; a run found there goes on")
     add("--fresh", action="store_true", help="start again; the old run in --out is moved to --out/old-N")
     add("--epochs", type=count, metavar="N", default=1, help="passes over the training data")
-    add("--max-steps", type=count, metavar="N", help="optimizer steps, if they end before the epochs do")
+    add("--max-steps", type=count, metavar="N", help="stop after N optimizer steps, if the epochs have not ended before")
     add("--log-every", type=count, metavar="N", default=20, help="steps between two lines of loss and throughput")
     add("--eval-every", type=count, metavar="N", help="steps between two evaluations, besides one after each epoch")
     add("--save-every", type=count, metavar="N", default=100, help="steps between two checkpoints")
@@ -202,9 +211,9 @@ def parse_args(argv=None):
     add("--batch-size", type=count, metavar="N", default=32, help="samples per process and micro-batch")
     add("--accum", type=count, metavar="N", default=1, help="micro-batches per optimizer step (gradient accumulation)")
     add("--lr", type=real, metavar="X", default=2e-3, help="peak learning rate of one process; W processes use W times that")
-    add("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="that linear scaling by the world size")
+    add("--scale-lr", action=argparse.BooleanOptionalAction, default=True, help="multiply --lr by the world size")
     add("--warmup-steps", type=whole, metavar="N", default=100, help="steps of linear warm-up, before the cosine")
-    add("--grad-clip", type=limit, metavar="X", default=1.0, help="largest norm of the gradient; 0: any")
+    add("--grad-clip", type=limit, metavar="X", default=1.0, help="largest norm of the gradient; 0: no clipping")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass (autocast)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
@@ -230,6 +239,8 @@ def parse_args(argv=None):
         p.error(f"--dim {args.dim} is not divisible by --heads {args.heads}")
     if args.sync_every > 1 and args.comm_hook != "none":
         p.error("--sync-every averages weights and never all-reduces gradients: leave out --comm-hook")
+    if args.comm_hook == "powersgd" and args.precision == "fp16":
+        p.error("--comm-hook powersgd remembers the infinities of fp16 for ever: use --precision bf16")
     return args
 
 
@@ -247,6 +258,10 @@ class Place:
     @property
     def is_main(self):
         return self.rank == 0
+
+    @property
+    def first_of_node(self):  # rank 0 started by hand may have another local rank
+        return self.local_rank == 0 or self.is_main
 
 
 def pick_device(name, local_rank=0, processes=None):
@@ -373,6 +388,16 @@ def together(work):
     return result
 
 
+def quiet():
+    """Let gloo's threads come to rest after the last collective: they free its tensors, and need Python's locks for that.
+
+    A process that is forked in that moment inherits a lock that nobody will release: before Python 3.12 it waits for ever
+    (one fork of some hundred). A group that is destroyed in that moment waits for ever with torch 2.6 (one run of some twenty).
+    """
+    if dist.is_initialized():
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def process_group(place):
     """Leave the group in good order: together where all ranks leave, at once where this one failed.
@@ -395,6 +420,7 @@ def process_group(place):
         gc.collect()  # DDP is in reference cycles, and so are the loaders
         end_workers()
         if dist.is_initialized():
+            quiet()
             dist.destroy_process_group()
 
 
@@ -418,7 +444,8 @@ def report(place, error):
             if first and re.search("timed? ?out", str(error), re.I):
                 time.sleep(3)  # the other ranks that wait give up at about the same time
                 silent = [str(r) for r in range(place.world_size) if not place.store.check([f"failed/{r}"])]
-                at = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename][-1]
+                frames = traceback.extract_tb(error.__traceback__)
+                at = ([f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename] or frames)[-1]
                 print(f"rank {place.rank}: waited --timeout for rank {', '.join(silent)} in `{at.line}`", file=sys.stderr)
     except RuntimeError:  # the store was rank 0's or torchrun's, and is gone with it
         first = False
@@ -437,17 +464,28 @@ class StopRequest:
     """
 
     def __init__(self):
-        self.code, self.since = 0, 0.0
+        self.code = 0
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        arrived, arriving = os.pipe()
+        os.set_blocking(arriving, False)
+        signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
         for s in SIGNALS:
             signal.signal(s, self._note)
 
     def _note(self, signum, frame):
-        # Within a second it is one Ctrl-C that arrives twice: from the terminal and from torchrun.
-        if signum == signal.SIGINT and self.code and time.monotonic() - self.since > 1:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        self.code, self.since = self.code or signum, self.since or time.monotonic()
+        self.code = self.code or signum
+
+    def _watch(self, arrived):
+        """A thread: Python calls no handler while the main thread waits in a collective, as for a rank that hangs."""
+        first = None  # within a second of it, it is one Ctrl-C that arrives twice: from the terminal and from torchrun
+        while True:
+            interrupted = signal.SIGINT in (select.select([arrived], [], [], first and 1)[0] and os.read(arrived, 99))
+            now = time.monotonic()
+            # torchrun passes no second SIGINT on: it ends.
+            if first and now > first + 1 and (interrupted or self.parent not in (None, os.getppid())):
+                os._exit(128 + signal.SIGINT)
+            first = first or (now if interrupted else None)
 
     def ask(self, failed=False):
         """Start to ask all ranks whether one has to stop. `failed`: this one has. All ranks call it."""
@@ -484,12 +522,12 @@ def preflight(place, args, model, train_set, val_set):
         (f"data with CRC-32 {getattr(train_set, 'fingerprint', None)}", same_data),
         (f"model parameters with CRC-32 {zlib.crc32(shapes.encode()):08x}", "is the model the same on every node?"),
     ]
-    hosts, local_ranks, facts = zip(*gather((socket.gethostname(), place.local_rank, facts)))
+    hosts, firsts, facts = zip(*gather((socket.gethostname(), place.first_of_node, facts)))
     for fact in zip(*facts):  # one fact, as rank 0 has it, as rank 1 has it, ...
         if odd := [r for r, of_rank in enumerate(fact) if of_rank != fact[0]]:
             r, also = odd[0], f" (ranks {', '.join(map(str, odd[1:]))} differ, too)" if odd[1:] else ""
             raise UserError(f"rank {r} (host {hosts[r]}) has {fact[r][0]}, rank 0 has {fact[0][0]}{also}: {fact[0][1]}")
-    return local_ranks.count(0)
+    return sum(firsts)
 
 
 # ---- DATA FOR EACH RANK ----
@@ -527,13 +565,9 @@ def make_loader(dataset, batch_size, sampler, place, workers=0):
 
 
 def batches_of(loader):
-    """iter(loader), whose first call forks the workers, in a moment in which gloo's thread is quiet.
-
-    After a collective that thread frees tensors, and registers with Python to do so. A worker forked in that moment inherits
-    a lock that nobody will release: before Python 3.12 it waits for ever (measured: one fork of some hundred).
-    """
-    if loader.num_workers and loader._iterator is None and dist.is_initialized():
-        time.sleep(0.1)
+    """iter(loader), whose first call forks the workers."""
+    if loader.num_workers and loader._iterator is None:
+        quiet()
     return iter(loader)
 
 
@@ -558,6 +592,18 @@ class Checkpoint:
         except OSError as e:
             raise UserError(f"--out {self.folder} cannot be written: {e.strerror}") from e
         raise UserError(f"--out {self.folder} is in use by another run: wait for it, or give this one another --out")
+
+    def is_restart(self, place):
+        """Is this the job that was here before, started again by torchrun or Slurm with the same arguments? All ranks call it."""
+        env, mark = os.environ, self.folder / ".job"
+        known = mark.read_text().splitlines() if mark.exists() else []
+        launcher = f"{socket.gethostname()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in env else None
+        job = f"Slurm {env.get('SLURM_JOB_ID')}"  # in a job without restarts (salloc), a second start is one that the user wants
+        restart = any(gather(launcher in known or (job in known and "SLURM_RESTART_COUNT" in env)))
+        launchers = set(gather(launcher)) - {None}
+        if place.is_main:
+            mark.write_text("\n".join({job, *launchers}))
+        return restart
 
     def move_aside(self):
         """Move an old run to `old-N`. The first rank of each node calls it."""
@@ -633,7 +679,7 @@ def load_checkpoint(content):
 def newest_checkpoint(place, checkpoint):
     """The newest intact checkpoint of any node on every rank, or None. All ranks call it; no shared disk is needed."""
     # The first rank of a node reads; the others of that node would see the same folder.
-    step, path, content, problems = checkpoint.read() if place.local_rank == 0 else (-1, None, b"", [])
+    step, path, content, problems = checkpoint.read() if place.first_of_node else (-1, None, b"", [])
     steps, paths, sizes, problems = zip(*gather((step, path, len(content), "; ".join(problems))))
     step, source = max(steps), steps.index(max(steps))
     for rank, problem in enumerate(problems):
@@ -659,7 +705,8 @@ def resume(place, checkpoint, identity, parts, at):
         problem = next((f"{k} {old['run'][k]}, this run has {k} {v}" for k, v in identity.items() if old["run"][k] != v), None)
         if problem is None:
             for name, part in parts.items():
-                part.load_state_dict(old[name])
+                if old[name]:  # the scaler has no state without fp16
+                    part.load_state_dict(old[name])
             vars(at).update({k: old[k] for k in vars(at)})
     except (RuntimeError, ValueError, KeyError) as e:
         problem = f"another model or program ({' '.join(str(e).split())[:160]})"
@@ -677,10 +724,11 @@ class Log:
         self.board, self.bar, self.error = None, None, None
         self.file, end = open(folder / "metrics.jsonl", "a+", buffering=1), 0
         self.file.seek(0)
-        for line in iter(self.file.readline, ""):
-            if not line.endswith("}\n") or json.loads(line).get("step", 0) > step:
-                break  # cut short by a kill, or of a step that will be trained again
-            end = self.file.tell()
+        with contextlib.suppress(ValueError):  # a line that is cut short or damaged is the end
+            for line in iter(self.file.readline, ""):
+                if not line.endswith("\n") or json.loads(line)["step"] > step:
+                    break  # it will be trained again
+                end = self.file.tell()
         self.file.truncate(end)
         if sys.stderr.isatty():
             with contextlib.suppress(ImportError):
@@ -708,7 +756,7 @@ class Log:
             self.say(f"step {step}/{self.total}: {text}")
 
     def say(self, line):
-        print(line, flush=True) if self.bar is None else self.bar.write(line)
+        tell(line) if self.bar is None else tell(line, self.bar.write)
 
 
 def wrap(model, place, hook="none"):
@@ -795,7 +843,7 @@ def waiting(ddp, hook):
 def train(args, place, stop):
     """The whole run, from the data to the last checkpoint. All ranks call it."""
     world, checkpoint = place.world_size, Checkpoint(args.out)
-    say = functools.partial(print, flush=True) if place.is_main else lambda *a: None
+    say = tell if place.is_main else lambda line: None
     train_set, val_set = together(lambda: load_data(args.data, args.seq_len))
     torch.manual_seed(args.seed)
     model = build_model(args).to(place.device)
@@ -805,9 +853,9 @@ def train(args, place, stop):
             raise UserError("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
     nodes = preflight(place, args, model, train_set, val_set)
     together(lambda: checkpoint.lock() if place.is_main else None)
-    if args.fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # not again when torchrun restarts the job
+    if any(gather(args.fresh)) and not checkpoint.is_restart(place):
         together(lambda: checkpoint.move_aside() if place.is_main else None)
-        together(lambda: checkpoint.move_aside() if place.local_rank == 0 else None)  # nodes with a disk of their own
+        together(lambda: checkpoint.move_aside() if place.first_of_node else None)  # nodes with a disk of their own
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
     scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")
@@ -903,7 +951,7 @@ def train(args, place, stop):
             sampler.set_epoch(at.epoch, at.samples)
             batches = batches_of(loader)
         stop.ask(failed=checkpoint.error or (log and log.error))
-        seed((args.seed * 1_000_003 + step) * 65_537 + place.rank)  # dropout differs by rank; no state to save
+        seed(((args.seed * 1_000_003 + step) * 65_537 + place.rank) % 2**63)  # dropout differs by rank; no state to save
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / max(1, args.warmup_steps)) * (1 + math.cos(math.pi * step / total)) / 2
         rows = min(per_step, n - at.samples)  # samples of this step, all ranks

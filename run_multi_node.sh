@@ -26,7 +26,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DDP_NODE:-}" ]; then # Slurm's batch st
   srun --cpu-bind=none bash "$script" "$@" &
   step=$!
   while wait "$step"; rc=$?; kill -0 "$step" 2>/dev/null; do :; done
-  if [ "$rc" -eq 85 ]; then
+  if [ "$rc" -eq 85 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then # not what scancel ends
     echo "run_multi_node.sh: stopped by a signal; back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60
@@ -123,7 +123,7 @@ case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 nproc=${NPROC_PER_NODE:-$nproc}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}"
 # A node that vanishes without a word is missed after --timeout: an elastic job wants to know soon.
-case "$NNODES: $* " in *:*:*" --timeout"*) ;; *:*:*) set -- "$@" --timeout 20 ;; esac
+[[ "$NNODES" != *:* || " $*" == *" --timeout"* ]] || set -- "$@" --timeout 20
 set -- "$here/ddp_train.py" "$@"
 case "$options" in *--shutdown-timeout*) set -- --shutdown-timeout=100 "$@" ;; esac # time to save
 case "$options" in *--signals-to-handle*) set -- --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@" ;; esac

@@ -8,9 +8,11 @@ if [ -z "${PYTHON:-}" ]; then
   if [ -x "$here/.venv/bin/python" ]; then PYTHON=$here/.venv/bin/python; else PYTHON=python3; fi
 fi
 
+case "${NPROC:-1}" in *[!0-9]* | 0) echo "run_single.sh: NPROC=$NPROC: give a number of processes" >&2; exit 2 ;; esac
 case " $* " in
   *" --device cpu "* | *" --device=cpu "*) gpus=0 ;;
-  *) gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') ;;
+  *) gpus=$("$PYTHON" -c 'import torch; a = torch.accelerator
+print(a.device_count() if a.is_available() and a.current_accelerator().type != "mps" else 0)') ;;  # several processes cannot use MPS
 esac
 if [ "$gpus" -gt 0 ]; then
   nproc=${NPROC:-$gpus}
@@ -21,6 +23,7 @@ if [ "$gpus" -gt 0 ]; then
 else
   nproc=${NPROC:-1}
   [ -z "${NPROC:-}" ] || echo "run_single.sh: $nproc processes on the CPU"
+  [ "$nproc" -eq 1 ] || set -- --device cpu "$@"
 fi
 # torchrun would give each process one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$("$PYTHON" -c "import os; print(max(1, len(os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())) // $nproc))")}"

@@ -405,7 +405,7 @@ def test_one_all_reduce_per_optimizer_step(same):
 
 
 def test_workers_are_forked_once(data, tmp_path):
-    """A fork beside gloo's threads is a risk (see batches_of): one for each loader, not one for each epoch and evaluation."""
+    """A fork beside gloo's threads is a risk (see quiet): one for each loader, not one for each epoch and evaluation."""
     seen = run_worker(2, tmp_path, "--data", data, "--epochs", "3", "--eval-every", "5", "--workers", "1")
     assert [len(rank["forks"]) for rank in seen] == [2, 2] and load(tmp_path)["epoch"] == 3
 
@@ -450,6 +450,8 @@ def test_started_by_hand_only_rank_0_speaks(data, tmp_path):
     outs = run_ranks(3, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 3)
     assert "3 processes on 3 nodes, gloo" in outs[0] and "done:" in outs[0]
     assert outs[1] == outs[2] == ""
+    outs = run_ranks(2, SCRIPT, *TINY, "--data", data, "--out", tmp_path, "--max-steps", 4, LOCAL_RANK="1")  # a GPU of one's choice
+    assert "2 processes on 1 node" in outs[0] and "going on from" in outs[0] and "step 3\n" in outs[0]
 
 
 def test_restarted_ranks_find_each_other():
@@ -518,6 +520,10 @@ def test_shell_scripts(data, tmp_path):
         assert f"port {port} is taken" in run(HERE / "run_multi_node.sh", code=2, env={**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     dry = run(HERE / "run_multi_node.sh", "--epochs", 3, env={**env, "MASTER_ADDR": "localhost", "DRY_RUN": "1", "GLOO_SOCKET_IFNAME": "mine"})
     assert "GLOO_SOCKET_IFNAME=mine" in dry and "is_host=true" in dry and "--epochs 3" in dry
+    for nnodes, words, elastic in (("2", ["--out", "a:b"], False), ("1:2", [], True), ("1:2", ["--timeout", "9"], False)):
+        dry = run(HERE / "run_multi_node.sh", *words, env={**env, "NNODES": nnodes, "MASTER_ADDR": "127.0.0.1", "DRY_RUN": "1"})
+        assert ("--timeout 20" in dry) == elastic
+    assert "NPROC=x" in run(HERE / "run_single.sh", code=2, env={"NPROC": "x"})
 
 
 def test_import_has_no_side_effect(tmp_path):
@@ -539,7 +545,7 @@ def test_help_and_underscores(main):
 
 
 def test_output_finish_extend_fresh(main, data, tmp_path):
-    common = [*TINY, "--data", data, "--out", tmp_path, "--seed", 3]
+    common = [*TINY, "--data", data, "--out", tmp_path, "--seed", 2**31 - 1]
     code, text = main(*common, "--max-steps", 4, "--eval-every", 2)
     assert code == 0 and "bits per byte" in text and "checkpoint.pt" in text
     lines = metrics(tmp_path)
@@ -551,8 +557,10 @@ def test_output_finish_extend_fresh(main, data, tmp_path):
     before = (tmp_path / "checkpoint.pt").read_bytes()
     code, text = main(*common, "--max-steps", 4)
     assert code == 0 and "nothing left to do" in text and "--max-steps" in text and (tmp_path / "checkpoint.pt").read_bytes() == before
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, damaged}\n')
     code, text = main(*common, "--max-steps", 6)
-    assert code == 0 and "going on from" in text and load(tmp_path)["step"] == 6
+    assert code == 0 and "going on from" in text and load(tmp_path)["step"] == 6 and [m["step"] for m in metrics(tmp_path)][-4:] == [4, 5, 6, 6]
     code, text = main(*common, "--max-steps", 2, "--fresh")
     assert code == 0 and load(tmp_path)["step"] == 2 and load(tmp_path / "old-1")["step"] == 6
 
@@ -590,6 +598,8 @@ def test_mixed_precision(main, data, tmp_path):
             assert code == 0 and precision in text, text
             assert 0.9e-3 < norms[-1] < 1.1e-3  # clipped after unscaling: before it, 65,536 times less would be left
             assert all(v.dtype == torch.float32 for v in load(tmp_path / precision)["model"].values())
+        code, text = main(*TINY, "--data", data, "--out", tmp_path / "bf16", "--max-steps", 14, "--precision", "fp16")
+        assert code == 0 and "going on from" in text, text
     finally:
         handle.remove()
 
@@ -646,6 +656,7 @@ BAD = {
     "--lr nan": "--lr", "--lr inf": "--lr", "--batch-size 0": "--batch-size", "--batch-size x": "integer > 0", "--epochs -3": "--epochs", "--accum 0": "--accum",
     "--max-steps 0": "--max-steps", "--timeout 0": "--timeout", "--dropout 1": "--dropout", "--workers -1": "--workers", "--dim 6 --heads 4": "divisible",
     "--seq-len 0": "--seq-len", "--device tpu9": "--device tpu9", "--precision fp8": "fp8", "--no-such-option": "no-such-option",
+    "--comm-hook powersgd --precision fp16": "bf16", "--seed 99999999999": "--seed", "--timeout 1e15": "--timeout",
     "--out /proc/no": "cannot be written", "--out FILE": "cannot be written", "--grad-clip -1": "--grad-clip", "--sync-every 2 --comm-hook fp16": "--comm-hook",
 }
 if not torch.accelerator.is_available():
@@ -1000,15 +1011,40 @@ def test_stop_signal_to_the_launcher_and_during_evaluation(data, tmp_path, untou
     assert_same_run(tmp_path, untouched(2, *more))
 
 
-def test_second_sigint_stops_at_once(data, tmp_path):
+def interrupt(p, until):
+    """Ctrl-C, again and again, more than a second apart (within a second it is the same one)."""
+    for _ in range(60):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(p.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return until(timeout=1.2)
+    raise AssertionError("still there after a minute of Ctrl-C")
+
+
+@pytest.mark.parametrize("hangs", ["0", "1"])
+def test_second_sigint_stops_at_once(data, tmp_path, hangs):
+    """A rank that hangs in Python, and one that waits for it in a collective, where no Python code can run."""
     with contextlib.ExitStack() as stack:
-        p, = by_hand(stack, 1, __file__, "faulty", "hang", "0", *TINY, "--data", data, "--out", tmp_path)
-        read_until(p, "step 4/")  # in step 5 it hangs, and cannot reach a step boundary
-        p.send_signal(signal.SIGINT)
-        time.sleep(1.2)  # within a second it counts as the same Ctrl-C
-        p.send_signal(signal.SIGINT)
-        p.wait(timeout=30)
-    assert p.returncode == -signal.SIGINT
+        p, _ = by_hand(stack, 2, __file__, "faulty", "hang", hangs, *TINY, "--data", data, "--out", tmp_path)
+        read_until(p, "step 3/")  # step 4 has no end
+        interrupt(p, p.communicate)
+    assert p.returncode == 128 + signal.SIGINT
+
+
+def test_second_sigint_to_torchrun_leaves_no_rank(data, tmp_path):
+    with start(*torchrun(2), __file__, "faulty", "hang", "1", *TINY, "--data", data, "--out", tmp_path) as p:
+        read_until(p, "step 3/")
+        interrupt(p, p.communicate)  # to the end of the output, which the ranks have as well
+
+
+def test_reader_of_the_output_that_is_gone(data, tmp_path):
+    """Ctrl-C on `... | tee log` ends the `tee`, too. The run still saves."""
+    with start(*training(1, data, tmp_path, "--save-every", 100000)) as p:
+        read_until(p, "step 5/")
+        p.stdout.close()
+        p.send_signal(signal.SIGTERM)
+        p.wait(60)
+    assert p.returncode == 128 + signal.SIGTERM and load(tmp_path)["step"] >= 5
 
 
 def test_spawn_passes_signals_on(data, tmp_path):
@@ -1269,6 +1305,26 @@ def test_rank_that_hangs(data, tmp_path):
         both = by_hand(stack, 2, __file__, "faulty", "hang", "1", *TINY, "--data", data, "--out", tmp_path, "--timeout", "2")
         printed = both[0].communicate(timeout=60)[0]
         assert both[0].returncode == 1 and "waited --timeout for rank 1 in `" in printed and "backward" in printed, printed
+
+
+def test_fresh_is_not_repeated_by_slurm_or_by_torchrun(main, data, tmp_path, monkeypatch):
+    """A job that is requeued, or whose torchrun starts new ranks because a node came, goes on; a new job is fresh."""
+    steps = itertools.count(1)
+
+    def start_again(**env):
+        for k, v in env.items():
+            monkeypatch.setenv(k, v)
+        code, text = main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", next(steps), "--fresh")
+        assert code == 0, text
+        return "going on from" in text
+
+    assert [start_again(SLURM_JOB_ID="7"), start_again(), start_again(SLURM_RESTART_COUNT="1")] == [False, False, True]
+    assert [start_again(SLURM_JOB_ID="8"), start_again()] == [False, True]
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name)
+    assert [start_again(TORCHELASTIC_RUN_ID="x"), start_again()] == [False, True]
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not start_again()
 
 
 def test_fresh_is_not_repeated_by_a_restart(data, tmp_path):
