@@ -40,7 +40,7 @@ train-cpu: setup ## NPROC (2) processes on the CPU
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: setup ## the tests: about four minutes on two cores
+test: setup ## the tests: less than five minutes on two cores
 	$(PY) -m pytest -q $(ARGS) test_ddp_train.py
 
 test-faults: setup ## 100 kills, 1,000 damaged checkpoints: the long form
