@@ -593,17 +593,18 @@ class Checkpoint:
             raise UserError(f"--out {self.folder} cannot be written: {e.strerror}") from e
         raise UserError(f"--out {self.folder} is in use by another run: wait for it, or give this one another --out")
 
-    def is_restart(self, place):
-        """Is this the job that was here before, started again by torchrun or Slurm with the same arguments? All ranks call it."""
-        env, mark = os.environ, self.folder / ".job"
+    def start_fresh(self, place):
+        """Move an old run aside, once in a job: torchrun and Slurm start it again with the same arguments. All ranks call it."""
+        env, mark = os.environ, self.folder / ".job"  # the torchruns and the Slurm job that were here last
         known = mark.read_text().splitlines() if mark.exists() else []
         launcher = f"{socket.gethostname()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in env else None
-        job = f"Slurm {env.get('SLURM_JOB_ID')}"  # in a job without restarts (salloc), a second start is one that the user wants
-        restart = any(gather(launcher in known or (job in known and "SLURM_RESTART_COUNT" in env)))
-        launchers = set(gather(launcher)) - {None}
-        if place.is_main:
-            mark.write_text("\n".join({job, *launchers}))
-        return restart
+        job = f"Slurm {env.get('SLURM_JOB_ID')}"  # unless it was requeued, its second start is one that the user wants (salloc)
+        launchers, again = zip(*gather((launcher, launcher in known or (job in known and "SLURM_RESTART_COUNT" in env))))
+        if not any(again):
+            together(lambda: self.move_aside() if place.is_main else None)
+            together(lambda: self.move_aside() if place.first_of_node else None)  # nodes with a disk of their own
+        if place.is_main:  # only now: a start that was killed before does not count
+            mark.write_text("\n".join({job, *launchers} - {None}))
 
     def move_aside(self):
         """Move an old run to `old-N`. The first rank of each node calls it."""
@@ -853,9 +854,8 @@ def train(args, place, stop):
             raise UserError("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
     nodes = preflight(place, args, model, train_set, val_set)
     together(lambda: checkpoint.lock() if place.is_main else None)
-    if any(gather(args.fresh)) and not checkpoint.is_restart(place):
-        together(lambda: checkpoint.move_aside() if place.is_main else None)
-        together(lambda: checkpoint.move_aside() if place.first_of_node else None)  # nodes with a disk of their own
+    if any(gather(args.fresh)):
+        checkpoint.start_fresh(place)
 
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=place.device.type in ("cpu", "cuda", "mps", "xpu"))
     scaler = torch.amp.GradScaler(place.device.type, enabled=args.precision == "fp16")

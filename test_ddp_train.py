@@ -1326,7 +1326,10 @@ def test_fresh_is_not_repeated_by_slurm_or_by_torchrun(main, data, tmp_path, mon
         monkeypatch.delenv(name)
     assert [start_again(TORCHELASTIC_RUN_ID="x"), start_again()] == [False, True]
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert not start_again()
+    with monkeypatch.context() as patch:  # what ends before the old run is aside does not count
+        patch.setattr(ddp_train.Checkpoint, "move_aside", lambda self: 1 / 0)
+        assert main(*TINY, "--data", data, "--out", tmp_path, "--max-steps", 99, "--fresh")[0] == 1
+    assert [start_again(), start_again()] == [False, True]
 
 
 def test_fresh_is_not_repeated_by_a_restart(data, tmp_path):
