@@ -3,29 +3,22 @@
 #   ./run_single.sh --epochs 3          NPROC=2 ./run_single.sh --device cpu
 # NPROC with GPUs: so many processes, a GPU each. All arguments go to ddp_train.py.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-if [ -z "${PYTHON:-}" ]; then
-  if [ -x "$here/.venv/bin/python" ]; then PYTHON=$here/.venv/bin/python; else PYTHON=python3; fi
-fi
-
-case "${NPROC:-1}" in *[!0-9]* | 0) echo "run_single.sh: NPROC=$NPROC: give a number of processes" >&2; exit 2 ;; esac
+fail() { echo "run_single.sh: $*" >&2; exit 2; }
+here=$(dirname "$0")
+PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}
+case "${NPROC:-1}" in *[!0-9]* | 0*) fail "NPROC=$NPROC: give a number of processes" ;; esac
 case " $* " in
   *" --device cpu "* | *" --device=cpu "*) gpus=0 ;;
-  *) gpus=$("$PYTHON" -c 'import torch; a = torch.accelerator
-print(a.device_count() if a.is_available() and a.current_accelerator().type != "mps" else 0)') ;;  # several processes cannot use MPS
+  *) gpus=$("$PYTHON" -c 'import torch # several processes cannot use MPS
+print(0 if torch.backends.mps.is_available() else torch.accelerator.device_count())') ;;
 esac
 if [ "$gpus" -gt 0 ]; then
   nproc=${NPROC:-$gpus}
-  if [ "$nproc" -gt "$gpus" ]; then
-    echo "run_single.sh: $nproc processes need $nproc GPUs, this machine has $gpus: set NPROC=$gpus, or pass --device cpu" >&2
-    exit 2
-  fi
+  [ "$nproc" -le "$gpus" ] ||
+    fail "$nproc processes need $nproc GPUs, this machine has $gpus: set NPROC=$gpus, or pass --device cpu"
 else
   nproc=${NPROC:-1}
   [ -z "${NPROC:-}" ] || echo "run_single.sh: $nproc processes on the CPU"
-  [ "$nproc" -eq 1 ] || set -- --device cpu "$@"
 fi
-# torchrun would give each process one thread.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$("$PYTHON" -c "import os; print(max(1, len(os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count())) // $nproc))")}"
-[ "$nproc" -gt 1 ] || exec "$PYTHON" "$here/ddp_train.py" "$@"
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc" "$here/ddp_train.py" "$@"
+[ "$nproc" -eq 1 ] || set -- --spawn "$nproc" "$@" # which gives each a fair share of the CPU's cores
+exec "$PYTHON" "$here/ddp_train.py" "$@"
