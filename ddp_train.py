@@ -416,7 +416,9 @@ def real_batches(loader, device):
 
 def seed_step(seed, step, rank):
     """Dropout differs by rank and step, and a resumed step draws what it drew: nothing to save."""
-    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+    gpu = torch.accelerator.is_available()  # manual_seed formats a stack trace where there is none
+    draw = torch.manual_seed if gpu else torch.default_generator.manual_seed
+    draw(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
 
 
 def local_gradients(ddp, more):

@@ -33,10 +33,10 @@ def part(name):
     parts.append(f"{name} {time.perf_counter() - last:.2f}")
     last = time.perf_counter()
 import torch, torch.distributed; part("import torch")
-import ddp_train; part("ddp_train.py")
+import ddp_train
 args = ddp_train.parse_args([])
-data, *_ = ddp_train.load_data(args); part("the data")
-import torch._dynamo; part("torch._dynamo, which torch's optimizers import")
+data, *_ = ddp_train.load_data(args); part("data")
+import torch._dynamo; part("torch._dynamo (by the optimizers)")
 model = ddp_train.build_model(args)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 x, y = data.collate(data.__getitems__(range(args.batch_size)))
@@ -174,7 +174,8 @@ def bench(tmp):
     parts = subprocess.run(
         [sys.executable, "-c", PARTS], cwd=HERE, check=True, capture_output=True, text=True
     ).stdout.strip()
-    row("from the command to the first step", f"{middle(starts):.2f} s; its parts: {parts}")
+    row("seconds from the command to the first step", f"{middle(starts):.2f}")
+    row("of which", parts)
     (tmp / "little").write_bytes((tmp / "data").read_bytes()[:20_000])
     big = "--device cpu --layers 14 --heads 12 --dim 768 --seq-len 64 --batch-size 4 --log-every 1"
     big = [*big.split(), "--save-every", "4", "--data", tmp / "little"]
@@ -182,7 +183,7 @@ def bench(tmp):
         steps = run(1, tmp / kind, kind, 9, *big, OMP_NUM_THREADS=str(CORES))["steps"]
         usual = middle(steps[:3])
         cost = f"{sum(steps[3:7]) / usual - 4:.2f} steps of {usual:.2f} s"
-        row(f"a save of 100 million parameters (1.2 GB with AdamW's moments), {words}", cost)
+        row(f"a save of 100 million parameters (1.2 GB), {words}", cost)
     if torch.cuda.is_available():
         gpu(tmp)
 

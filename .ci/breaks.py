@@ -452,7 +452,7 @@ def pytest(folder, test):
         "-m",
         "not faults",
     ]
-    p = subprocess.run(
+    p = subprocess.Popen(
         [*command, "test_ddp_train.py"],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(tmp)},
@@ -461,7 +461,12 @@ def pytest(folder, test):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return p.returncode, time.monotonic() - begin, p.stdout
+    try:
+        output, _ = p.communicate(timeout=150)
+    except subprocess.TimeoutExpired:  # what it started dies with it
+        p.kill()
+        output = "still running after 150 s\n" + p.communicate()[0]
+    return 1 if p.returncode < 0 else p.returncode, time.monotonic() - begin, output
 
 
 def try_one(name, file, old, new, test):
@@ -493,7 +498,10 @@ def main(words):
                 skipped.add(test)
             elif word != "passes":
                 bad.append(f"{test}: {word}\n{output[-2000:]}")
-        print(f"{len(tests)} tests on the unbroken program: {len(bad)} fail, {len(skipped)} skip")
+        print(
+            f"{len(tests)} tests on the unbroken program: {len(bad)} fail, {len(skipped)} skip",
+            flush=True,
+        )
         print("| break | test | result | seconds |\n| --- | --- | --- | --- |")
         runs = {
             r: pool.submit(try_one, *r) for r in rows if r[4] is not None and r[4] not in skipped
