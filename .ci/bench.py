@@ -36,7 +36,7 @@ import torch, torch.distributed; part("import torch")
 import ddp_train
 args = ddp_train.parse_args([])
 data, *_ = ddp_train.load_data(args); part("data")
-import torch._dynamo; part("torch._dynamo (by the optimizers)")
+import torch._dynamo; part("torch._dynamo (by optimizers)")
 model = ddp_train.build_model(args)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 x, y = data.collate(data.__getitems__(range(args.batch_size)))
