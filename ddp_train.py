@@ -628,7 +628,6 @@ def train(args, world, stop):
     run = {k: options[k] for k in ("--seed", *SHAPE)} | {"data of CRC-32": checksum}
     program = zlib.crc32(Path(__file__).read_bytes())
     check_alike({"torch": torch.__version__, "program of CRC-32": program, **options, **run})
-
     loader = make_loader(train_set, args.batch_size, world, args.seed, args.workers)
     val_loader = make_loader(val_set, args.batch_size, world, args.seed, args.workers)
     torch.manual_seed(args.seed)  # the same weights on all ranks
@@ -678,6 +677,7 @@ def train(args, world, stop):
         if losses and (saving or evaluating or step % args.log_every == 0):  # waits for the GPU
             sums = sum_over_ranks(torch.stack(losses).cpu().double())
             if not sums.isfinite().all() or scaler.get_scale() < 1e-25:  # halved a hundred times
+                checkpoint.wait()
                 bad = step - len(sums) + 1 + int(sums.isfinite().int().argmin())
                 sys.exit(f"loss or gradient not finite at step {bad}, saved is {saved}: lower --lr")
             rate = {f"{UNIT}/s": seen * y[0].numel() / (time.perf_counter() - since)}

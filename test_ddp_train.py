@@ -442,7 +442,11 @@ def worker(out, *argv):
             seen["limits"].append(options._timeout.total_seconds())
 
     def threads():
-        return sum("runloop" in t.read_text() for t in Path("/proc/self/task").glob("*/comm"))
+        names = []
+        for name in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it has just ended
+                names.append(name.read_text())
+        return sum("runloop" in name for name in names)
 
     ddp_train.build_model, ddp_train.ByteDataset.__getitems__ = watched_model, fetched
     ddp_train.DistributedDataParallel = watched_ddp
@@ -594,6 +598,32 @@ def test_same_training_at_any_world_size(same):
         assert losses(base / name) == pytest.approx(want, rel=1e-4), name
         norms = [[m["grad_norm"] for m in metrics(base / n, "loss")] for n in (name, "1x8")]
         assert norms[0] == pytest.approx(norms[1], rel=1e-2), name
+
+
+def test_gradient_of_the_last_step_is_a_mean_over_its_samples(main, tiny, monkeypatch):
+    """The last step of an epoch has 2 samples for 4: torch's own gradient of their mean loss."""
+    batches, steps, fetch = [], [], ddp_train.ByteDataset.__getitems__
+    fetched = lambda self, indices: batches.append(fetch(self, indices)) or batches[-1]
+    monkeypatch.setattr(ddp_train.ByteDataset, "__getitems__", fetched)
+
+    def note(optimizer, *_):
+        params = optimizer.param_groups[0]["params"]
+        steps.append([(p.detach().clone(), p.grad.clone()) for p in params])
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        assert main(*tiny, "--grad-clip", 0)[0] == 0
+    finally:
+        handle.remove()
+    assert len(steps) == 63 and len(batches[62]) == 2
+    model = ddp_train.build_model(ddp_train.parse_args([str(a) for a in tiny]))
+    with torch.no_grad():
+        for p, (weight, _) in zip(model.parameters(), steps[62]):
+            p.copy_(weight)
+    x, y = ddp_train.ByteDataset.collate(batches[62])
+    ddp_train.loss_fn(model(x), y).backward()
+    for p, (_, grad) in zip(model.parameters(), steps[62]):
+        assert torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_same_evaluation_at_any_world_size(same):
@@ -984,9 +1014,13 @@ def test_seed(main, tiny, tmp_path, monkeypatch, losing):
     fetched = lambda self, indices: note(tuple(indices)) or fetch(self, indices)
     monkeypatch.setattr(ddp_train.ByteDataset, "__getitems__", fetched)
     losing(lambda n, loss, output: note(output.sum().item()) or note(torch.rand(()).item()) or loss)
+    built, build, drawn = [], ddp_train.build_model, lambda model: next(model.parameters()).sum()
+    noted = lambda args: (model := build(args), built.append(float(drawn(model))))[0]
+    monkeypatch.setattr(ddp_train, "build_model", noted)
     for i, seed in enumerate((0, 0, 1)):
         seen.append([])
         main(*tiny, "--out", tmp_path / f"{i}", "--max-steps", 3, "--seed", seed)
+    assert built[0] == built[1] != built[2]
     assert seen[0] == seen[1] and len(set(seen[0][:9])) == 9
     assert all(a != b for a, b in zip(seen[0][:9], seen[2][:9]))
 

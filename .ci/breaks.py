@@ -126,7 +126,7 @@ BREAKS = [
         PROGRAM,
         "(world.size / now)",
         "(world.size / per_step)",
-        "test_same_training_at_any_world_size",
+        "test_gradient_of_the_last_step_is_a_mean_over_its_samples",
     ),
     (
         "an all-reduce per micro-batch",
