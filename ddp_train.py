@@ -305,7 +305,11 @@ def process_group(world):
         mistake = isinstance(getattr(error, "code", None), str)  # the user's: SystemExit, a line
         why = str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}"
         if world.store is not None:
-            leave(why)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises, if a worker was killed
+            try:
+                leave(why)
+            finally:
+                os._exit(1)
         if mistake:
             sys.exit(f"{SCRIPT}: error: {why}")
         raise
