@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # /// script
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
@@ -26,13 +25,13 @@ import re
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 import zipfile
 import zlib
 from collections import deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -42,7 +41,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.hub import tqdm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 SCRIPT = Path(sys.argv[0]).name  # begins each error line
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -50,36 +49,26 @@ START_LIMIT = 120.0  # seconds for joining, compiling and the first step, if --t
 
 
 # ---- MODEL: replace it. The rest calls build_model(args), loss_fn(model(x), y), a mean over all
-# ---- elements, and to evaluate score(model, x, y), a sum over samples, and describe(mean).
-class Block(nn.Module):
-    def __init__(self, dim, heads, dropout):
-        super().__init__()
-        self.heads, norm = heads, nn.LayerNorm
-        self.qkv = nn.Sequential(norm(dim), nn.Linear(dim, 3 * dim))
-        self.out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(dropout))
-        wide = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
-        self.mlp = nn.Sequential(norm(dim), *wide, nn.Dropout(dropout))
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
-
-
+# ---- elements, and to evaluate score(model, x, y): a sum over samples for each name in SCORES.
 class ByteTransformer(nn.Module):
-    """Bytes (batch, time) int64 -> logits of the next byte (batch, time, 256)."""
+    """Bytes (batch, time) -> logits of the next byte (batch, time, 256)."""
 
     def __init__(self, layers, heads, dim, seq_len, dropout=0.0):
         super().__init__()
         self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(seq_len, dim)
         for embedding in (self.embed, self.position):  # torch's std of 1 would drown the blocks
             nn.init.normal_(embedding.weight, std=0.02)
-        self.blocks = nn.Sequential(*(Block(dim, heads, dropout) for _ in range(layers)))
+        torch.backends.mha.set_fastpath_enabled(False)  # evaluate as in training
+        form = dim, heads, 4 * dim, dropout, "gelu", 1e-5, True, True  # batch first, norm first
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*form) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, x):
-        return self.head(self.blocks(self.embed(x) + self.position.weight[: x.shape[1]]))
+        past = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        x = self.embed(x.long()) + self.position.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x, past, is_causal=True)
+        return self.head(x)
 
 
 def build_model(args):
@@ -89,39 +78,23 @@ def build_model(args):
 
 
 def loss_fn(output, y):
-    return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten())
+    return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten().long())
 
 
 def score(model, x, y):
-    return loss_fn(model(x), y) * len(x)
+    loss = loss_fn(model(x), y) * len(x)
+    return torch.stack((loss, loss / math.log(2)))
 
 
-def describe(mean):
-    return {"val_loss": mean, "bits_per_byte": mean / math.log(2)}
+SCORES = "val_loss", "bits_per_byte"
 
 
 # ---- DATA: replace it. The rest calls load_data(args): two map-style Datasets of (x, y), each
 # ---- optionally with `collate`, and a checksum, by which ranks and checkpoints are compared.
-class ByteDataset(Dataset):
-    """Sample i: the i-th window of seq_len bytes, and the same one byte later; both int64."""
-
-    def __init__(self, data, seq_len):
-        self.windows = data.unfold(0, seq_len + 1, seq_len)  # a view, not a copy
-
-    def __len__(self):
-        return len(self.windows)
-
-    def __getitems__(self, indices):  # the DataLoader asks for a whole batch: one gather
-        return self.windows[torch.tensor(indices)].long()
-
-    @staticmethod
-    def collate(rows):  # contiguous: a strided tensor would lose its pinned memory on the way
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
 def load_data(args):
-    """Training set, held-out set (the last 5 %), checksum: of --data, or of Python's library."""
-    where = Path(args.data or sysconfig.get_paths()["stdlib"])
+    """Training set, held-out set (the last 5 %), checksum: of --data, or of Python's library.
+    Sample i: the i-th window of seq_len bytes, and the same one byte later; both uint8."""
+    where = Path(args.data or os.path.dirname(os.__file__))
     try:
         if where.is_dir():
             files = sorted(where.rglob("*") if args.data else where.glob("*.py"))
@@ -134,9 +107,9 @@ def load_data(args):
     split = len(data) - max(len(data) // 20, args.seq_len + 1)
     if split < args.seq_len + 1:
         sys.exit(f"--data {where} has {len(data)} bytes, two windows of --seq-len + 1 are needed")
-    pieces = data.split(max(1 << 20, len(data) // 64))  # of a large file 64 times 1 MiB
-    crc = zlib.crc32(torch.cat([piece[: 1 << 20] for piece in pieces]).numpy())
-    return *(ByteDataset(part, args.seq_len) for part in (data[:split], data[split:])), f"{crc:08x}"
+    crc = zlib.crc32(data[: 1 << 26].numpy(), len(data) % 2**32)  # of the first 64 MiB
+    windows = [d.unfold(0, args.seq_len + 1, args.seq_len) for d in (data[:split], data[split:])]
+    return *(TensorDataset(w[:, :-1], w[:, 1:]) for w in windows), f"{crc:08x}"  # views, no copies
 
 
 UNIT = "bytes"  # what y has elements of
@@ -232,8 +205,7 @@ def init_distributed(device="auto", backend=None, url="env://", timeout=600.0):
             torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
         # DDP and optimizers import torch._dynamo, which keeps alive a group that was made before:
         # its threads then die in the interpreter's exit, which now and then aborts. So: first.
-        from torch import _dynamo  # noqa: F401
-
+        _ = torch._dynamo  # to look at it imports it
         store, rank, size = next(dist.rendezvous(url, rank, size, timeout=limit))
         store = dist.PrefixStore(fresh_prefix(store, rank, size, limit), store)
         backends = backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
@@ -269,12 +241,11 @@ def process_group(world):
     The first to fail writes it into the store. A thread of each rank looks there, and so ends also
     one that hangs, or waits for its GPU. They end by os._exit: destroy_process_group, loading
     processes and Python's own exit may each wait for ever for what a dead rank will never send."""
-    me, main = f"rank {world.rank} ({socket.gethostname()})", threading.main_thread().ident
     finished, leaving = threading.Event(), threading.Lock()
 
     def leave(why):
         leaving.acquire()  # one thread gets it, for ever
-        mine = first = f"{me}: {why}"
+        mine = first = f"rank {world.rank} ({socket.gethostname()}): {why}"
         with contextlib.suppress(RuntimeError):  # the store is gone with the process that had it
             first = world.store.compare_set("failed", "", mine).decode()
         if first != mine:
@@ -283,30 +254,28 @@ def process_group(world):
             if first == mine or "\n" in first:  # of a mistake of the user's one rank tells
                 print(f"{SCRIPT}: error: {mine}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        time.sleep(2)  # the store may be here, and the others look there
-        for thread in threading.enumerate():
-            if thread.name == "save":
-                thread.join(60)
+        time.sleep(2)  # the store may be here, and the others look there; a save may end
         os._exit(1)
 
-    def watch():
+    def watch(main):
         while not finished.wait(1.0):
             with contextlib.suppress(RuntimeError):  # no store: in the end, or we end with it
                 if world.store.check(["failed"]):
                     leave(f"ended at {traceback.extract_stack(sys._current_frames()[main])[-1]}")
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=watch, args=[threading.get_ident()], daemon=True)
     try:
         if world.store is not None:
             watcher.start()
         yield
         sum_over_ranks(torch.zeros(1))  # one that leaves early can abort one in a collective
     except BaseException as error:
-        mistake = isinstance(getattr(error, "code", None), str)  # the user's: SystemExit, a line
+        # What the user can mend is told in a line: SystemExit with one, or what the system refuses.
+        mistake = isinstance(error, OSError) or isinstance(getattr(error, "code", None), str)
         why = str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}"
         if world.store is not None:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises, if a worker was killed
             try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for a killed worker
                 leave(why)
             finally:
                 os._exit(1)
@@ -430,10 +399,9 @@ def local_gradients(ddp, more):
     return ddp.no_sync() if more and hasattr(ddp, "no_sync") else contextlib.nullcontext()
 
 
-def evaluate(model, loader, device, score, stop=lambda: 0):
+def evaluate(model, loader, device, score):
     """The sum of score(model, x, y, ...), a tensor, over each sample once: float64, on the CPU.
-    All ranks call it. `model` is the bare module: no collective in it can wait for another rank.
-    Once stop() is not 0 it ends, and the sum is that of a part."""
+    All ranks call it. `model` is the bare module: no collective in it can wait for another rank."""
     for buffer in model.buffers() if dist.is_initialized() else ():
         if buffer.is_floating_point():  # the running means of batch norm: rank 0's are saved
             dist.broadcast(buffer, 0)
@@ -442,8 +410,6 @@ def evaluate(model, loader, device, score, stop=lambda: 0):
     with torch.no_grad():
         for *batch, rows, _ in real_batches(loader, device):
             sums.append(score(model, *batch).float() * min(1, rows))
-            if stop():
-                break
     model.train()
     return sum_over_ranks(torch.stack(sums).cpu().double().sum(0))
 
@@ -457,41 +423,36 @@ class Checkpoint:
 
     def __init__(self, folder, parts, run=None):
         self.path, self.previous = (Path(folder, f"checkpoint{x}.pt") for x in ("", ".prev"))
-        self.parts, self.run, self.buffers, self.error = parts, run or {}, {}, None
-        self.writer = threading.Thread(target=None)
+        self.parts, self.run, self.buffers = parts, run or {}, {}
+        self.thread, self.saved = ThreadPoolExecutor(1), None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:  # lock it until this process ends
                 self.lock = open(self.path.with_name(".lock"), "a")
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit(f"--out {folder} is in use by another run: wait for it, or use another one")
-        except OSError as e:
-            sys.exit(f"--out {folder} cannot be written: {e.strerror}")
 
     def resume(self):
         """Load the newest intact checkpoint; its plain values, {} if there is none. All ranks call
         it. SystemExit, and nothing is changed, if all are damaged or it is of another run."""
         # The first rank with a folder reads for all that have it: one machine, one read, one copy.
-        folder = os.stat(self.path.parent)
-        folders = gather((socket.gethostname(), folder.st_dev, folder.st_ino))
+        folders = gather((socket.gethostname(), *os.stat(self.path.parent)[1:3]))  # inode, device
         readers = [folders.index(f) for f in folders]
         reader = readers[self.rank]
         found = gather(self.newest() if reader == self.rank else (-1, None, ""))
         steps, paths, damaged = zip(*found)
         step, source = max(steps), steps.index(max(steps))
-        if problem := next(filter(None, damaged), None):
-            if step < 0:
-                sys.exit(f"{problem}: nothing to go on from, use another --out")
-            if self.rank == 0:
-                print(f"warning: {problem}: going on from {paths[source]}", file=sys.stderr)
+        if step < 0 and any(damaged):
+            sys.exit(f"{max(damaged)}: nothing to go on from, use another --out")
         if step < 0:
             return {}
-        if damaged[self.rank] and self.path.exists():  # or it would be the one before the next
-            os.replace(self.path, self.path.with_suffix(".damaged"))
-        lacks = [r for r in readers if steps[r] < step]
-        if lacks:
+        if problem := damaged[self.rank]:
+            print(f"warning: {problem}: going on from {paths[source]}", file=sys.stderr)
+            if self.path.exists():  # or it would be the one before the next
+                os.replace(self.path, self.path.with_suffix(".damaged"))
+        if lacks := [r for r in readers if steps[r] < step]:
             pieces = self.pieces(paths[source], source)
             self.replace(lambda f: f.writelines(pieces)) if self.rank in lacks else deque(pieces, 0)
             dist.all_reduce(torch.zeros(1))  # now it is there, for all ranks of a machine
@@ -534,20 +495,17 @@ class Checkpoint:
     def replace(self, fill):
         """fill(a new file), flush to the disk, rename: there is a checkpoint.pt at any moment."""
         beside = self.path.with_suffix(".tmp")
-        try:
-            with open(beside, "wb") as f:
-                fill(f)
-                f.flush()
-                os.fsync(f.fileno())
-            if self.path.exists():
-                self.previous.unlink(missing_ok=True)
-                try:
-                    os.link(self.path, self.previous)  # a second name for it
-                except OSError:  # a file system without links
-                    os.replace(self.path, self.previous)
-            os.replace(beside, self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with open(beside, "wb") as f:
+            fill(f)
+            f.flush()
+            os.fsync(f.fileno())
+        if self.path.exists():
+            self.previous.unlink(missing_ok=True)
+            try:
+                os.link(self.path, self.previous)  # a second name for it
+            except OSError:  # a file system without links
+                os.replace(self.path, self.previous)
+        os.replace(beside, self.path)
 
     def save(self, step, **values):
         """Copy the state of the parts now, write it while training goes on. Rank 0 calls it.
@@ -561,21 +519,13 @@ class Checkpoint:
                     self.buffers[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                 leaves[i] = self.buffers[key].copy_(t)
         state = tree_unflatten(leaves, layout)
-        self.writer = threading.Thread(target=self.write, args=[state], name="save")
-        self.writer.start()
-
-    def write(self, state):
-        try:
-            self.replace(lambda f: torch.save(state, f))
-        except Exception as error:  # for the next call of save or wait
-            self.error = error
+        self.saved = self.thread.submit(self.replace, lambda f: torch.save(state, f))
 
     def wait(self):
         """Wait until the last save is on the disk. SystemExit if it failed. Rank 0 calls it."""
-        if self.writer.ident:
-            self.writer.join()
-        if self.error:
-            sys.exit(f"cannot save {self.path}: {self.error}; the checkpoint before it is intact")
+        if self.saved and (error := self.saved.exception()):
+            self.path.with_suffix(".tmp").unlink(missing_ok=True)
+            sys.exit(f"cannot save {self.path}: {error}; the checkpoint before it is intact")
 
 
 # ---- TRAINING ----
@@ -599,21 +549,17 @@ class Log:
             self.board = SummaryWriter(Path(folder, "tensorboard"), purge_step=step)
 
     def write(self, step, **values):
-        """Numbers of this step, by name. SystemExit if they cannot be written."""
+        """Numbers of this step, by name. OSError if they cannot be written."""
         if self.rank != 0:
             return
-        try:
-            with open(self.path, "a") as f:
-                f.write(json.dumps({"step": step, **values}) + "\n")
-            for name, value in values.items() if self.board else ():
-                self.board.add_scalar(name, value, step)
-        except OSError as e:  # TensorBoard raises a little later what its thread met
-            sys.exit(f"cannot write {self.path}: {e}; the last checkpoint is intact")
+        with open(self.path, "a") as f:
+            f.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
         words = [f"{v:,.0f} {k}" if "/" in k else f"{k} {v:.4g}" for k, v in values.items()]
         left = (time.time() - self.began) / max(1, step - self.first) * (self.bar.total - step)
-        head = f"step {step}/{self.bar.total}"
-        left = f"{left // 60:02.0f}:{left % 60:02.0f} left"
-        self.say("  ".join([head, *words, left]))
+        left = "{:02d}:{:02d} left".format(*divmod(int(left), 60))
+        self.say("  ".join([f"step {step}/{self.bar.total}", *words, left]))
         self.bar.update(step - self.bar.n)
 
     def say(self, line):
@@ -636,10 +582,9 @@ def train(args, world, stop):
     val_loader = make_loader(val_set, args.batch_size, world, args.seed, args.workers)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = build_model(args).to(device)
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if device.type == "cpu":
-            sys.exit("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
+    if args.sync_bn and device.type == "cpu":
+        sys.exit("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
     ddp = model
     if dist.is_initialized():
         ddp = DistributedDataParallel(
@@ -664,12 +609,10 @@ def train(args, world, stop):
     total = min(step + math.ceil((n - samples) / per_step) + later, args.max_steps or math.inf)
     peak = args.lr * (world.size if args.scale_lr else 1)
     nodes, accum = len(set(gather(socket.gethostname()))), args.accum
-    text = (
-        f"{world.size} process(es) on {nodes} node(s), {device.type}, {args.precision}: {per_step}"
-    )
-    text += f" samples = {world.size} x {args.batch_size} x accum {accum}, lr {peak:g};"
+    place = f"{world.size} process(es) on {nodes} node(s), {device.type}, {args.precision}"
+    size = f"{per_step} samples = {world.size} x {args.batch_size} x accum {accum}, lr {peak:g}"
     log = Log(world.rank, args.out, step, total)
-    log.say(f"{text} {'going on from' if step else 'from'} step {step} to {total}")
+    log.say(f"{place}: {size}; {'going on from' if step else 'from'} step {step} to {total}")
 
     batches, losses, seen, lr, norm = None, [], 0, 0.0, 0.0
     saved, since = step, time.perf_counter()
@@ -677,8 +620,8 @@ def train(args, world, stop):
         # ---- Between two steps: what is due.
         stopping, done = stop(), step >= total
         evaluating = step and (done or samples == 0 or step % (args.eval_every or total) == 0)
-        saving = step > saved and (done or stopping or step % args.save_every == 0)
-        if losses and (saving or evaluating or step % args.log_every == 0):  # waits for the GPU
+        saving = step > saved and (evaluating or stopping or step % args.save_every == 0)
+        if losses and (saving or step % args.log_every == 0):  # waits for the GPU
             sums = sum_over_ranks(torch.stack(losses).cpu().double())
             if not sums.isfinite().all() or scaler.get_scale() < 1e-25:  # halved a hundred times
                 checkpoint.wait()
@@ -692,10 +635,8 @@ def train(args, world, stop):
             if world.rank == 0:
                 checkpoint.save(step, epoch=epoch, samples=samples, args=vars(args))
         if evaluating and not stopping:
-            result = evaluate(model, val_loader, device, amp(score), stop)
-            if stop.answer:
-                continue  # save and leave; the next start evaluates
-            log.write(step, **describe((result / len(val_set)).tolist()))
+            result = evaluate(model, val_loader, device, amp(score))
+            log.write(step, **dict(zip(SCORES, (result / len(val_set)).tolist())))
             since = time.perf_counter()
         if done or stopping:
             break
@@ -710,10 +651,9 @@ def train(args, world, stop):
         for group in optimizer.param_groups:
             group["lr"] = lr
         now = min(per_step, n - samples)  # the last step of an epoch may have fewer
-        step_loss, left = 0.0, math.ceil(now / (world.size * args.batch_size))
-        while left:
+        step_loss = 0.0
+        for left in reversed(range(math.ceil(now / (world.size * args.batch_size)))):
             x, y, rows, _ = next(batches)
-            left -= 1
             with local_gradients(ddp, left), amp:  # another size of batch would be compiled anew
                 loss = loss_fn((runner if rows == args.batch_size else ddp)(x), y) * rows
                 scaler.scale(loss * (world.size / now)).backward()  # DDP divides by world.size
@@ -746,8 +686,7 @@ def main(argv=None):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until all are there: nothing is lost yet
     world = init_distributed(args.device, args.backend, args.init_method, args.timeout)
     with process_group(world):
-        stop = StopSignal()
-        train(args, world, stop)
+        train(args, world, stop := StopSignal())
     stop.exit()
 
 

@@ -4,6 +4,7 @@ make bench          (about five minutes on two cores; with a GPU the GPT-2-small
 """
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -39,7 +40,7 @@ data, *_ = ddp_train.load_data(args); part("data")
 import torch._dynamo; part("torch._dynamo (by optimizers)")
 model = ddp_train.build_model(args)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-x, y = data.collate(data.__getitems__(range(args.batch_size)))
+x, y = next(iter(ddp_train.make_loader(data, args.batch_size, ddp_train.World(torch.device("cpu")))))
 ddp_train.loss_fn(model(x), y).backward()
 optimizer.step(); part("the first step")
 print(", ".join(parts))
@@ -52,9 +53,8 @@ def bare_loop(args, world, steps):
     ddp = torch.nn.parallel.DistributedDataParallel(model) if world.store else model
     ddp = torch.compile(ddp) if args.compile else ddp
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
-    data, n = ddp_train.load_data(args)[0], args.batch_size
-    rows = [data.__getitems__(range(i, i + n)).to(world.device) for i in range(0, 4 * n, n)]
-    batches = [data.collate(r) for r in rows]
+    loader = ddp_train.make_loader(ddp_train.load_data(args)[0], args.batch_size, world)
+    batches = [b[:2] for b in itertools.islice(ddp_train.real_batches(loader, world.device), 4)]
     for i in range(steps):
         x, y = batches[i % 4]
         with torch.autocast(world.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -81,7 +81,7 @@ def worker(out, kind, steps, *argv):
         save = ddp_train.Checkpoint.save
         ddp_train.Checkpoint.save = lambda self, *a, **k: (save(self, *a, **k), self.wait())
     with ddp_train.process_group(world):
-        for rep in range(7 if kind == "both" else 1):
+        for rep in range(25 if kind == "both" else 1):
             for name in ("bare", "ours") if rep % 2 else ("ours", "bare"):
                 torch._dynamo.reset()
                 stamps.clear()

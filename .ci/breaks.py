@@ -84,7 +84,13 @@ BREAKS = [
         "(data, data[split:])",
         "test_held_out_bytes_are_not_trained",
     ),
-    ("a non-causal model", PROGRAM, "is_causal=True", "is_causal=False", "test_model_is_causal"),
+    (
+        "a non-causal model",
+        PROGRAM,
+        "block(x, past, is_causal=True)",
+        "block(x)",
+        "test_model_is_causal",
+    ),
     (
         "all loading processes draw the same",
         PROGRAM,
@@ -230,8 +236,8 @@ BREAKS = [
     (
         "no previous file",
         PROGRAM,
-        "                    os.link(self.path, self.previous)",
-        "                    pass",
+        "                os.link(self.path, self.previous)",
+        "                pass",
         "test_checkpoint_is_replaced_in_one_step",
     ),
     (
@@ -337,7 +343,7 @@ BREAKS = [
     (
         "torch._dynamo imported after the group",
         PROGRAM,
-        "        from torch import _dynamo  # noqa: F401\n",
+        "        _ = torch._dynamo  # to look at it imports it\n",
         "",
         "test_groups_end_cleanly",
     ),
@@ -351,15 +357,22 @@ BREAKS = [
     (
         "the stop not saved",
         PROGRAM,
-        "(done or stopping or step % args.save_every == 0)",
-        "(done or step % args.save_every == 0)",
+        "(evaluating or stopping or step % args.save_every == 0)",
+        "(evaluating or step % args.save_every == 0)",
         "test_stop_and_resume_is_bit_identical",
+    ),
+    (
+        "not saved before an evaluation",
+        PROGRAM,
+        "(evaluating or stopping or",
+        "(done or stopping or",
+        "test_killed_in_an_evaluation",
     ),
     (
         "a rank that fails tears the group down",
         PROGRAM,
-        "            signal.signal(signal.SIGCHLD, signal.SIG_DFL)",
-        "            raise\n            signal.signal(signal.SIGCHLD, signal.SIG_DFL)",
+        "            try:\n                signal.signal(signal.SIGCHLD",
+        "            raise\n            try:\n                signal.signal(signal.SIGCHLD",
         "test_rank_that_raises",
     ),
     (
@@ -423,13 +436,6 @@ BREAKS = [
         "test_run_single",
     ),
     # ---- what needs GPUs
-    (
-        "strided copies to the GPU",
-        PROGRAM,
-        ".contiguous()",
-        "",
-        "test_held_out_bytes_are_not_trained",
-    ),
     ("NCCL not bound to its device", PROGRAM, "bound = device if", "bound = None if", None),
 ]
 
