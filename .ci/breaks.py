@@ -75,7 +75,7 @@ BREAKS = [
         PROGRAM,
         "torch.no_grad()",
         "torch.inference_mode()",
-        "test_evaluation_of_a_module_that_keeps_tensors",
+        "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
     ),
     (
         "held-out bytes in the training set",
@@ -195,7 +195,7 @@ BREAKS = [
         PROGRAM,
         "min(1, (step + 1) / max(1, args.warmup_steps))",
         "1",
-        "test_learning_rate",
+        "test_saved_names_and_learning_rate",
     ),
     (
         "the rate does not grow with the world",
