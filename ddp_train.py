@@ -10,7 +10,7 @@
     python ddp_train.py --spawn 4                              # no launcher
     MASTER_ADDR=A NNODES=2 ./run_multi_node.sh                 # hosts without DNS; Slurm
 
-Replace MODEL and DATA. The same command again goes on from the last checkpoint.
+Replace MODEL and DATA. The same command again goes on from the last checkpoint in --out.
 """
 
 import argparse
@@ -64,10 +64,10 @@ class ByteTransformer(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, x):
-        past = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
         x = self.embed(x.long()) + self.position.weight[: x.shape[1]]
         for block in self.blocks:
-            x = block(x, past, is_causal=True)
+            x = block(x, mask, is_causal=True)
         return self.head(x)
 
 
@@ -107,7 +107,7 @@ def load_data(args):
     split = len(data) - max(len(data) // 20, args.seq_len + 1)
     if split < args.seq_len + 1:
         sys.exit(f"--data {where} has {len(data)} bytes, two windows of --seq-len + 1 are needed")
-    crc = zlib.crc32(data[: 1 << 26].numpy(), len(data) % 2**32)  # of the first 64 MiB
+    crc = zlib.crc32(data[-1 << 25 :].numpy(), zlib.crc32(data[: 1 << 25].numpy()))  # of 64 MiB
     windows = [d.unfold(0, args.seq_len + 1, args.seq_len) for d in (data[:split], data[split:])]
     return *(TensorDataset(w[:, :-1], w[:, 1:]) for w in windows), f"{crc:08x}"  # views, no copies
 
@@ -254,7 +254,7 @@ def process_group(world):
             if first == mine or "\n" in first:  # of a mistake of the user's one rank tells
                 print(f"{SCRIPT}: error: {mine}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        time.sleep(2)  # the store may be here, and the others look there; a save may end
+        time.sleep(2)  # the store may be here, and the others look there; a short save ends
         os._exit(1)
 
     def watch(main):
@@ -270,14 +270,15 @@ def process_group(world):
         yield
         sum_over_ranks(torch.zeros(1))  # one that leaves early can abort one in a collective
     except BaseException as error:
-        # What the user can mend is told in a line: SystemExit with one, or what the system refuses.
-        mistake = isinstance(error, OSError) or isinstance(getattr(error, "code", None), str)
-        why = str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}"
-        if world.store is not None:
-            try:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for a killed worker
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises, if a worker was killed
+            # What the user can mend is told in a line: SystemExit, or what the system refuses.
+            mistake = isinstance(getattr(error, "code", None), str) or getattr(error, "errno", 0)
+            why = str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}"
+            if world.store is not None:
                 leave(why)
-            finally:
+        finally:
+            if world.store is not None:
                 os._exit(1)
         if mistake:
             sys.exit(f"{SCRIPT}: error: {why}")
@@ -399,9 +400,10 @@ def local_gradients(ddp, more):
     return ddp.no_sync() if more and hasattr(ddp, "no_sync") else contextlib.nullcontext()
 
 
-def evaluate(model, loader, device, score):
+def evaluate(model, loader, device, score, stop=lambda: 0):
     """The sum of score(model, x, y, ...), a tensor, over each sample once: float64, on the CPU.
-    All ranks call it. `model` is the bare module: no collective in it can wait for another rank."""
+    All ranks call it. `model` is the bare module: no collective in it can wait for another rank.
+    Once stop() is not 0 it ends, and the sum is that of a part."""
     for buffer in model.buffers() if dist.is_initialized() else ():
         if buffer.is_floating_point():  # the running means of batch norm: rank 0's are saved
             dist.broadcast(buffer, 0)
@@ -410,6 +412,8 @@ def evaluate(model, loader, device, score):
     with torch.no_grad():
         for *batch, rows, _ in real_batches(loader, device):
             sums.append(score(model, *batch).float() * min(1, rows))
+            if stop():
+                break
     model.train()
     return sum_over_ranks(torch.stack(sums).cpu().double().sum(0))
 
@@ -450,7 +454,7 @@ class Checkpoint:
             return {}
         if problem := damaged[self.rank]:
             print(f"warning: {problem}: going on from {paths[source]}", file=sys.stderr)
-            if self.path.exists():  # or it would be the one before the next
+            with contextlib.suppress(FileNotFoundError):  # or it would be the one before the next
                 os.replace(self.path, self.path.with_suffix(".damaged"))
         if lacks := [r for r in readers if steps[r] < step]:
             pieces = self.pieces(paths[source], source)
@@ -539,8 +543,8 @@ class Log:
         lines = not (sys.stdout.isatty() and sys.stderr.isatty())
         self.bar, self.board = tqdm(total=total, initial=step, disable=lines), None
         self.began, kept = time.time(), 0
-        self.path.touch()  # what was logged after `step` will be trained, or evaluated, again
-        for m in re.finditer(r'{"step": (\d+), "(loss)?.*}\n', self.path.read_text()):
+        self.path.touch()  # what was logged after `step` will be trained again
+        for m in re.finditer(r'{"step": (\d+), (.*"lr": )?.*}\n', self.path.read_text()):
             kept = m.end() if int(m[1]) < step + bool(m[2]) else kept
         os.truncate(self.path, kept)
         with contextlib.suppress(ImportError):
@@ -558,7 +562,7 @@ class Log:
             self.board.add_scalar(name, value, step)
         words = [f"{v:,.0f} {k}" if "/" in k else f"{k} {v:.4g}" for k, v in values.items()]
         left = (time.time() - self.began) / max(1, step - self.first) * (self.bar.total - step)
-        left = "{:02d}:{:02d} left".format(*divmod(int(left), 60))
+        left = "{:02d}:{:02d} left".format(*divmod(max(0, int(left)), 60))
         self.say("  ".join([f"step {step}/{self.bar.total}", *words, left]))
         self.bar.update(step - self.bar.n)
 
@@ -624,7 +628,7 @@ def train(args, world, stop):
         if losses and (saving or step % args.log_every == 0):  # waits for the GPU
             sums = sum_over_ranks(torch.stack(losses).cpu().double())
             if not sums.isfinite().all() or scaler.get_scale() < 1e-25:  # halved a hundred times
-                checkpoint.wait()
+                gather(checkpoint.wait())
                 bad = step - len(sums) + 1 + int(sums.isfinite().int().argmin())
                 sys.exit(f"loss or gradient not finite at step {bad}, saved is {saved}: lower --lr")
             rate = {f"{UNIT}/s": seen * y[0].numel() / (time.perf_counter() - since)}
@@ -635,8 +639,10 @@ def train(args, world, stop):
             if world.rank == 0:
                 checkpoint.save(step, epoch=epoch, samples=samples, args=vars(args))
         if evaluating and not stopping:
-            result = evaluate(model, val_loader, device, amp(score))
-            log.write(step, **dict(zip(SCORES, (result / len(val_set)).tolist())))
+            means = evaluate(model, val_loader, device, amp(score), stop).view(-1) / len(val_set)
+            if stop.answer:
+                continue  # the steps are saved; the next start evaluates
+            log.write(step, **dict(zip(SCORES, means.tolist(), strict=True)))
             since = time.perf_counter()
         if done or stopping:
             break

@@ -20,6 +20,7 @@ import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -118,6 +119,7 @@ def forked(fifo, command, env):
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    torch.set_num_threads(1)  # the fork server has read OMP_NUM_THREADS, maybe another one
     end = os.open(fifo, os.O_WRONLY)
     for fd in (1, 2):
         os.dup2(end, fd)
@@ -996,9 +998,9 @@ def test_bad_input(main, tiny, out, tmp_path, monkeypatch, subtests):
     """One line, which names what is wrong: an option or, in capitals, a variable."""
     monkeypatch.setattr(ddp_train, "START_LIMIT", 1.0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    known = {name: str(tmp_path / name) for name in ("EMPTY", "SHORT", "FILE")}
-    for path, size in zip(known.values(), (0, 60, 5)):
-        Path(path).write_bytes(b"x" * size)
+    known = {name: shlex.quote(str(tmp_path / name)) for name in ("EMPTY", "SHORT", "FILE")}
+    for name, size in zip(known, (0, 60, 5)):
+        (tmp_path / name).write_bytes(b"x" * size)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         known |= {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
         for given, says in BAD.items():
@@ -1006,7 +1008,7 @@ def test_bad_input(main, tiny, out, tmp_path, monkeypatch, subtests):
             variables, dashes, options = given.partition("--")
             env = dict(variable.split("=") for variable in variables.split())
             with subtests.test(given), mock.patch.dict(os.environ, env):
-                text = main(*tiny, "--timeout", 1, *f"{dashes}{options}".split(), error=says)
+                text = main(*tiny, "--timeout", 1, *shlex.split(dashes + options), error=says)
                 assert text.count("\n") == 1 or "MASTER_PORT" in env  # torch logs sockets
                 assert not out.exists()
 
@@ -1311,14 +1313,16 @@ def test_stop_signal_to_the_launcher_and_during_evaluation(tiny, out, untouched)
 
 
 @pytest.mark.parametrize("last", [3, 9])
-def test_killed_in_an_evaluation(main, tiny, out, monkeypatch, last):
+@pytest.mark.parametrize("killed", [True, False])
+def test_killed_or_stopped_in_an_evaluation(main, tiny, out, monkeypatch, last, killed):
     """The steps before it are saved, and the next start evaluates."""
     common = *tiny, "--max-steps", last, "--eval-every", 3, "--save-every", 100
-    save = Checkpoint.save
+    save, evaluate = Checkpoint.save, ddp_train.evaluate
+    told = lambda *a: os.kill(os.getpid(), signal.SIGTERM) or evaluate(*a)
     with monkeypatch.context() as patch:
-        patch.setattr(ddp_train, "evaluate", lambda *a: sys.exit("killed"))
+        patch.setattr(ddp_train, "evaluate", (lambda *a: sys.exit("killed")) if killed else told)
         patch.setattr(Checkpoint, "save", lambda self, *a, **k: (save(self, *a, **k), self.wait()))
-        main(*common, error="killed")
+        main(*common, error="killed" if killed else None, code=0 if killed else 143)
     assert load(out)["step"] == 3 and not metrics(out, "val_loss")
     main(*common)
     assert list(logged(out, "val_loss")) == [*range(3, last + 1, 3)]

@@ -28,7 +28,7 @@ def apply(folder, *numbers):
     """A copy of ddp_train.py in a new folder, with these recipes."""
     folder.mkdir()
     (script := folder / "ddp_train.py").write_text((HERE / "ddp_train.py").read_text())
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent), "LC_ALL": "C"}
     for n in numbers:
         git = ["git", "apply", "--verbose"]
         done = subprocess.run(git, input=DIFFS[n], cwd=folder, env=env, text=True, stderr=-1)

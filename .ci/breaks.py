@@ -87,7 +87,7 @@ BREAKS = [
     (
         "a non-causal model",
         PROGRAM,
-        "block(x, past, is_causal=True)",
+        "block(x, mask, is_causal=True)",
         "block(x)",
         "test_model_is_causal",
     ),
@@ -362,11 +362,18 @@ BREAKS = [
         "test_stop_and_resume_is_bit_identical",
     ),
     (
+        "a stop waits for the evaluation",
+        PROGRAM,
+        "            if stop():\n                break\n",
+        "",
+        "test_killed_or_stopped_in_an_evaluation",
+    ),
+    (
         "not saved before an evaluation",
         PROGRAM,
         "(evaluating or stopping or",
         "(done or stopping or",
-        "test_killed_in_an_evaluation",
+        "test_killed_or_stopped_in_an_evaluation",
     ),
     (
         "a rank that fails tears the group down",

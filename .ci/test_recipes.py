@@ -29,7 +29,8 @@ SMALL = "--dim 128 --layers 1 --heads 4 --seq-len 32 --warmup-steps 3 --log-ever
 STEPS = 48
 TRAIN = [*DEVICE, *SMALL.split(), "--max-steps", STEPS, "--epochs", 9, "--save-every", 16]
 FORK = multiprocessing.get_context("forkserver")  # of a process that has imported all
-FORK.set_forkserver_preload(["torch._dynamo", "sklearn.datasets", "transformers.modeling_utils"])
+MODULES = "torch._dynamo", "test_ddp_train", "sklearn.datasets", "transformers.modeling_utils"
+FORK.set_forkserver_preload(list(MODULES))
 CAN_LIMIT = sys.platform == "linux" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
 
 
