@@ -1174,6 +1174,8 @@ def test_damaged_checkpoints_are_named_and_not_kept_as_the_one_before(main, tiny
     # The entry of a weight in the directory at the end, which no CRC protects.
     good, truth, checkpoint = path.read_bytes(), load(out), Checkpoint(out, {})
     weight = re.search(rb"PK\x01\x02.{42}[^/]*/data/0", good, re.S)
+    path.write_bytes(flipped(good, 8 * (weight.start() + 38) + 4))  # is a "directory": torch would
+    assert checkpoint.newest()[0] == 4  # take for the weights what is in memory
     for bit in range(8 * weight.start(), 8 * weight.end()):
         path.write_bytes(flipped(good, bit))
         if checkpoint.newest()[0] == 6:

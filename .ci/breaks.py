@@ -378,8 +378,8 @@ BREAKS = [
     (
         "a rank that fails tears the group down",
         PROGRAM,
-        "            try:\n                signal.signal(signal.SIGCHLD",
-        "            raise\n            try:\n                signal.signal(signal.SIGCHLD",
+        "        try:\n            signal.signal(signal.SIGCHLD",
+        "        raise\n        try:\n            signal.signal(signal.SIGCHLD",
         "test_rank_that_raises",
     ),
     (
