@@ -440,7 +440,7 @@ class Checkpoint:
 
     def resume(self):
         """Load the newest intact checkpoint; its plain values, {} if there is none. All ranks call
-        it. SystemExit, and nothing is changed, if all are damaged or it is of another run."""
+        it. SystemExit, and no part is changed, if all are damaged or it is of another run."""
         # The first rank with a folder reads for all that have it: one machine, one read, one copy.
         folders = gather((socket.gethostname(), *os.stat(self.path.parent)[1:3]))  # inode, device
         readers = [folders.index(f) for f in folders]
@@ -628,7 +628,7 @@ def train(args, world, stop):
         if losses and (saving or step % args.log_every == 0):  # waits for the GPU
             sums = sum_over_ranks(torch.stack(losses).cpu().double())
             if not sums.isfinite().all() or scaler.get_scale() < 1e-25:  # halved a hundred times
-                gather(checkpoint.wait())
+                gather(checkpoint.wait())  # nobody ends the others while rank 0 writes
                 bad = step - len(sums) + 1 + int(sums.isfinite().int().argmin())
                 sys.exit(f"loss or gradient not finite at step {bad}, saved is {saved}: lower --lr")
             rate = {f"{UNIT}/s": seen * y[0].numel() / (time.perf_counter() - since)}

@@ -1,6 +1,6 @@
 """Speed of ddp_train.py against the bare loop, as ratios within one run: the table of the README.
 
-make bench          (about five minutes on two cores; with a GPU the GPT-2-small shape, too)
+make bench          (about seven minutes on two cores; with a GPU the GPT-2-small shape, too)
 """
 
 import contextlib
