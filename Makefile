@@ -50,10 +50,10 @@ train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
 test: setup ## the tests: less than five minutes on two cores
-	$(PY) -m pytest -q $(ARGS) test_ddp_train.py .ci/test_recipes.py
+	$(PY) -m pytest -q $(ARGS) test_ddp_train.py .ci/test_readme.py
 
 test-faults: setup ## 100 kills, 1,000 damaged checkpoints: the long form
-	$(PY) -m pytest -q -s -n 0 -m faults $(ARGS) test_ddp_train.py .ci/test_recipes.py
+	$(PY) -m pytest -q -s -n 0 -m faults $(ARGS) test_ddp_train.py .ci/test_readme.py
 
 test-the-tests: setup ## break the program in 60 ways: does the test that should fail do so?
 	$(PY) .ci/breaks.py $(ARGS)

@@ -14,6 +14,7 @@ Replace MODEL and DATA. The same command again goes on from the last checkpoint 
 """
 
 import argparse
+import atexit
 import contextlib
 import datetime
 import fcntl
@@ -32,6 +33,7 @@ import zipfile
 import zlib
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 
 import torch
@@ -130,7 +132,7 @@ MAY_BE_0 = "dropout warmup_steps grad_clip workers seed local_rank".split()
 MAY_DIFFER = "data out device backend init_method local_rank timeout workers spawn".split()
 
 
-def parse_args(argv=None):
+def parse_args(argv):
     """The command line; --option_name is --option-name, too. Exits with 2 where it is wrong."""
     p = argparse.ArgumentParser(SCRIPT, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # all ranks of a node have the same line
@@ -160,7 +162,6 @@ def parse_args(argv=None):
     add("--timeout", type=float, default=600.0, help="seconds to wait for another rank")
     add("--spawn", type=int, help="start so many processes here, without a launcher")
     add("--local-rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch; as LOCAL_RANK
-    argv = sys.argv[1:] if argv is None else argv
     args = p.parse_args([re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in argv])
     for k, v in vars(args).items():
         if type(v) in (int, float) and not (0 < v < 2**31 or v == 0 and k in MAY_BE_0):
@@ -225,9 +226,8 @@ def fresh_prefix(store, rank, size, limit):
     writes a random id. Those that read the same ids make the same name, and count themselves in."""
     keys, seen, end = [f"id/{r}" for r in range(size)], None, datetime.datetime.now() + limit
     store.set(keys[rank], os.urandom(8).hex())
-    store.wait(keys, limit)
     while datetime.datetime.now() < end:
-        name = f"round/{zlib.crc32(b''.join(store.multi_get(keys))):08x}"
+        name = f"round/{zlib.crc32(b''.join(store.multi_get(keys))):08x}"  # waits for all
         if store.add(name, int(name != seen)) == size:  # adds 1 once, then 0, to read it
             return name
         seen = name
@@ -274,15 +274,12 @@ def process_group(world):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises, if a worker was killed
             # What the user can mend is told in a line: SystemExit, or what the system refuses.
             mistake = isinstance(getattr(error, "code", None), str) or getattr(error, "errno", 0)
-            why = str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}"
             if world.store is not None:
-                leave(why)
+                leave(str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}")
+            raise SystemExit(f"{SCRIPT}: error: {error}") if mistake else error
         finally:
             if world.store is not None:
                 os._exit(1)
-        if mistake:
-            sys.exit(f"{SCRIPT}: error: {why}")
-        raise
     if world.store is not None:
         finished.set()
         watcher.join()
@@ -360,6 +357,9 @@ class ResumableSampler(DistributedSampler):
 
 
 def make_loader(dataset, batch_size, world, seed=0, workers=0):
+    if workers:  # Python's exit ends them by a SIGTERM, which they ignore, and waits for ever
+        atexit.register(lambda: [p.kill() for p in active_children() if p.daemon])
+        atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # first: torch's raises
     return DataLoader(
         dataset,
         batch_size,
@@ -402,8 +402,7 @@ def local_gradients(ddp, more):
 
 def evaluate(model, loader, device, score, stop=lambda: 0):
     """The sum of score(model, x, y, ...), a tensor, over each sample once: float64, on the CPU.
-    All ranks call it. `model` is the bare module: no collective in it can wait for another rank.
-    Once stop() is not 0 it ends, and the sum is that of a part."""
+    All ranks call it, with the bare module: no collective waits. Ends early if stop() is not 0."""
     for buffer in model.buffers() if dist.is_initialized() else ():
         if buffer.is_floating_point():  # the running means of batch norm: rank 0's are saved
             dist.broadcast(buffer, 0)
@@ -440,13 +439,13 @@ class Checkpoint:
 
     def resume(self):
         """Load the newest intact checkpoint; its plain values, {} if there is none. All ranks call
-        it. SystemExit, and no part is changed, if all are damaged or it is of another run."""
+        it. SystemExit if all are damaged, or it is of another run or has other parts."""
         # The first rank with a folder reads for all that have it: one machine, one read, one copy.
         folders = gather((socket.gethostname(), *os.stat(self.path.parent)[1:3]))  # inode, device
         readers = [folders.index(f) for f in folders]
         reader = readers[self.rank]
-        found = gather(self.newest() if reader == self.rank else (-1, None, ""))
-        steps, paths, damaged = zip(*found)
+        found = self.newest() if reader == self.rank else (-1, None, "")
+        steps, paths, damaged = zip(*gather(found))
         step, source = max(steps), steps.index(max(steps))
         if step < 0 and any(damaged):
             sys.exit(f"{max(damaged)}: nothing to go on from, use another --out")
@@ -468,8 +467,10 @@ class Checkpoint:
             if (old := state["run"].get(k)) != v:
                 sys.exit(f"{path} is of a run with {k} {old}, this one has {v}: use another --out")
         for name, part in self.parts.items():
-            if state[name]:  # a GradScaler has no state without fp16
-                part.load_state_dict(state[name])
+            try:  # what a GradScaler saved without fp16 is empty
+                part.load_state_dict(state[name] or part.state_dict())
+            except (RuntimeError, ValueError) as e:  # torch says what differs
+                sys.exit(f"{path} does not fit {name!r}, use another --out: {e!r:.300}")
         return state
 
     def newest(self):
@@ -534,15 +535,14 @@ class Checkpoint:
 
 # ---- TRAINING ----
 class Log:
-    """Lines, or a progress bar, metrics.jsonl, and TensorBoard where it is installed. On rank 0."""
+    """Lines, or a bar at a terminal, metrics.jsonl, and TensorBoard if installed. On rank 0."""
 
     def __init__(self, rank, folder, step, total):
         self.rank, self.path, self.first = rank, Path(folder, "metrics.jsonl"), step
         if rank != 0:
             return
-        lines = not (sys.stdout.isatty() and sys.stderr.isatty())
-        self.bar, self.board = tqdm(total=total, initial=step, disable=lines), None
-        self.began, kept = time.time(), 0
+        self.bar = tqdm(total=total, initial=step, disable=None if sys.stdout.isatty() else True)
+        self.board, self.began, kept = None, time.time(), 0
         self.path.touch()  # what was logged after `step` will be trained again
         for m in re.finditer(r'{"step": (\d+), (.*"lr": )?.*}\n', self.path.read_text()):
             kept = m.end() if int(m[1]) < step + bool(m[2]) else kept
@@ -594,8 +594,8 @@ def train(args, world, stop):
         ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, find_unused_parameters=False, static_graph=False
         )
-        # After its first backward pass DDP lays out its buckets anew, and with them the order in
-        # which three ranks or more are summed: have that behind us, in each run, resumed or not.
+        # After its first backward pass DDP lays out its buckets anew, and three ranks or more sum
+        # in another order: have that behind us, in each run, resumed or not.
         x, y = next(iter(DataLoader(train_set, collate_fn=loader.collate_fn)))
         loss_fn(ddp.eval()(x.to(device)), y.to(device)).backward()  # eval: batch norm stays
         ddp.train().zero_grad()
@@ -681,7 +681,7 @@ def train(args, world, stop):
     log.say(f"{how}: step {step}; {checkpoint.path} has {saved}; more --epochs make it longer")
 
 
-def main(argv=None):
+def main(argv):
     """Train as the command line says. SystemExit after a failure or a stop."""
     args = parse_args(argv)
     if args.spawn and "RANK" not in os.environ:  # become the torchrun that starts this again
@@ -697,4 +697,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 import zlib
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from unittest import mock
 
@@ -106,6 +106,7 @@ def session(tmp_path_factory):
     torch.set_num_threads(1)
     yield
     left = [command for command, _ in sweep(MARK.__eq__) if "multiprocessing" not in command]
+    util._run_finalizers()  # now, as its folder will go with pytest's
     assert not left, left
 
 
@@ -188,12 +189,12 @@ def nothing_runs_on():
 
 def finish(p):
     """The rest of its output, when it has ended."""
-    begin, late = time.monotonic(), threading.Timer(PATIENCE, kill, [p])
+    late = threading.Timer(PATIENCE, kill, [p])
     late.start()
-    printed = p.stdout.read()
+    printed = re.sub(r"\[Gloo\] Rank .*\n", "", p.stdout.read())  # what torch 2.9 says of its own
     p.wait()
+    assert late.is_alive(), f"still running:\n{printed}"
     late.cancel()
-    assert time.monotonic() - begin < PATIENCE, f"still running:\n{printed}"
     return printed
 
 
@@ -393,10 +394,10 @@ def gradients():
 # ---- Workers: this file as a script, one rank of several ----
 def worker(out, *argv):
     """Train, watched from inside: what rank r saw is in out/seen.r."""
-    seen = {k: [] for k in "limits buckets at_step weights indices draws threads".split()}
+    seen = {k: [] for k in "buckets at_step weights indices draws threads".split()}
     seen |= {"grads": {}, "eval": {}}
     args = ddp_train.parse_args(argv)
-    world = ddp_train.init_distributed(args.device, timeout=args.timeout)
+    world = ddp_train.init_distributed(args.device)
     fetch, ddp_class = ddp_train.TensorDataset.__getitem__, ddp_train.DistributedDataParallel
 
     def watched_ddp(*args, **kwargs):
@@ -405,8 +406,6 @@ def worker(out, *argv):
         return ddp
 
     def watch_bucket(state, bucket):
-        options = dist.group.WORLD._get_backend(CPU).options
-        seen["limits"].append(options._timeout.total_seconds())
         seen["buckets"].append(bucket.index())
         return default_hooks.allreduce_hook(state, bucket)
 
@@ -429,7 +428,7 @@ def worker(out, *argv):
     ddp_train.DistributedDataParallel, ddp_train.TensorDataset.__getitem__ = watched_ddp, fetched
     register_optimizer_step_post_hook(watch_step)
     nn.modules.module.register_module_forward_pre_hook(watch_draws)
-    threads = lambda: subprocess.getoutput("cat /proc/$PPID/task/*/comm").count("runloop")
+    threads = lambda: len([*Path("/proc/self/task").glob("*")])
     score = lambda m, x, y: len(x) * torch.stack([ddp_train.loss_fn(m(x), y), torch.ones(())])
     with ddp_train.process_group(world):
         torch.manual_seed(1)
@@ -470,6 +469,8 @@ def faulty(kind, rank, *argv):
     calls, original = itertools.count(), ddp_train.loss_fn  # call 0 is before the first step
     if kind == "bn":
         ddp_train.build_model = NormedModel
+    if kind == "hang" and torch.__version__ < "2.7":  # there the limit of the start stays
+        ddp_train.START_LIMIT = 10.0
     if kind == "raise":  # as a loading process that was forked before an error came
         pause = lambda: die_with_parent() or os.closerange(0, 3) or time.sleep(PATIENCE)
         multiprocessing.get_context("fork").Process(target=pause, daemon=True).start()
@@ -480,9 +481,10 @@ def faulty(kind, rank, *argv):
         call = next(calls) if output.requires_grad else 0
         if kind == "sync":  # in steps 3 to 17 of 20, none of which logs
             torch.cuda.set_sync_debug_mode("error" if 3 <= call <= 17 else "default")
-        now = call == 4 and os.environ.get("RANK") == rank
-        if now and kind == "hang":
-            time.sleep(10**6)
+        mine = os.environ.get("RANK", "alone") == rank
+        now = mine and call == 4
+        if kind == "hang" and mine and call in (0, 4):  # after a start that takes its time
+            time.sleep(10**6 if call else 4)
         if now and kind == "raise":
             raise ValueError("boom")
         return original(output, y) * (math.nan if now and kind == "nan" else 1)
@@ -536,7 +538,7 @@ def same(data, shared):
     def make(base):
         for name, (world, args) in SAME.items():
             more = "--max-steps 60 --no-scale-lr" if name != "3x1x2" else "--dropout 0.1"
-            more = [*args.split(), *more.split(), "--epochs", 2, "--timeout", 77, "--data", data]
+            more = [*args.split(), *more.split(), "--epochs", 2, "--data", data]
             run_worker(world, base / name, *more, launcher=torchrun(2) if name == "2x4" else ())
 
     base = shared("same", make)
@@ -611,15 +613,13 @@ def test_random_numbers(same):
 
 
 def test_groups_end_cleanly(same):
-    """Rank 1 reached its end later than the others, and they waited for it. No thread of gloo is
-    left: one that is ends the interpreter with an abort, now and then. --timeout holds after the
-    first step: until then ranks join and compile, which may take longer."""
+    """Rank 1 reached its end later than the others, and they waited for it. Our thread and two of
+    gloo are gone: one that is left ends the interpreter with an abort, now and then."""
     for name in ("2x4", "4x2", "3x1x2"):
         seen = same[0][name]
         assert min(rank["left"] for rank in seen) >= max(rank["ready"] for rank in seen)
-        assert all(rank["threads"][0] and not rank["threads"][1] for rank in seen)
-        limits = [(rank["limits"][0], rank["limits"][-1]) for rank in seen]
-        assert set(limits) == {(ddp_train.START_LIMIT, 77)}
+        threads = [rank["threads"] for rank in seen]
+        assert not LINUX or all(before - after >= 3 for before, after in threads), threads
 
 
 def test_saved_names_and_learning_rate(same):
@@ -652,27 +652,15 @@ def test_resume_at_another_world_size(data, out):
     assert sorted(seen) == list(range(250))
 
 
-def test_sampler():
-    """From anywhere in an epoch the ranks together take the rest of it, in its order."""
-    whole = None
-    for world, at in itertools.product((1, 2, 3, 5), (0, 4, 9, 22)):
-        samplers = [ddp_train.ResumableSampler(range(23), world, rank) for rank in range(world)]
-        for sampler in samplers:
-            sampler.set_epoch(0, at)
-            assert len(list(sampler)) == len(sampler)
-        merged = list(itertools.chain(*zip(*samplers, strict=True)))
-        whole = whole or merged
-        assert sorted(whole) == list(range(23)) and merged[: 23 - at] == whole[at:]
-
-
 def test_loading_processes_of_each_rank_draw_numbers_of_their_own():
     class Noise(Dataset):
         __len__ = lambda self: 8
-        __getitem__ = lambda self, i: torch.rand(())
+        __getitem__ = lambda self, i: torch.rand(()).item()
+        collate = lambda self, items: set(items)
 
     worlds = (World(CPU, rank=rank, size=2) for rank in (0, 1))
     loaders = [ddp_train.make_loader(Noise(), 4, world, workers=1) for world in worlds]
-    assert not torch.equal(*(next(iter(loader)) for loader in loaders))
+    assert len(set.union(*(next(iter(loader)) for loader in loaders))) == 8
 
 
 def test_evaluation_with_batch_norm_is_that_of_the_saved_model(tiny, out):
@@ -820,18 +808,10 @@ def test_run_multi_node():
 
 
 # ---- One process: options, output, bad input ----
-def test_help_and_underscores(main):
-    text = main("--help")
-    options = vars(ddp_train.parse_args([])).keys() - {"local_rank", "scale_lr"} | {"no_scale_lr"}
-    assert all(f"--{option.replace('_', '-')}" in text for option in options)
-    assert text.count("default") > 20
-    args = ddp_train.parse_args("--batch_size 8 --max_steps=5 --data a_b --local_rank=1".split())
-    assert (args.batch_size, args.max_steps, args.data, args.local_rank) == (8, 5, "a_b", 1)
-
-
 def test_output_finish_and_extend(main, tiny, out):
     common, steps = [*tiny, "--seed", 2**31 - 1], lambda: [m["step"] for m in metrics(out)]
-    text = main(*common, "--max-steps", 4, "--eval-every", 2)
+    assert "--no-scale-lr " in main("--help")
+    text = main(*common, "--max_steps=4", "--eval-every", 2)
     assert "done: step 4" in text and "checkpoint.pt" in text and "step 3/4" in text
     assert steps() == [1, 2, 2, 3, 4, 4] and list(logged(out, "val_loss")) == [2, 4]
     keys = {"step", "loss", "lr", "grad_norm", "bytes/s"}
@@ -1084,7 +1064,7 @@ def test_checkpoint_of_any_parts(tmp_path, capfd):
         return {**nets, "optimizer_g": adam}
 
     states = lambda parts: {name: part.state_dict() for name, part in parts.items()}
-    first, second, untouched, run = parts(1), parts(2), parts(3), {"size": 3}
+    first, second, run = parts(1), parts(2), {"size": 3}
     plain = {"epoch": 2, "best": [0.5, "text"], "noise": torch.arange(3)}
     checkpoint = Checkpoint(tmp_path, first, run)
     assert checkpoint.resume() == {}
@@ -1096,10 +1076,11 @@ def test_checkpoint_of_any_parts(tmp_path, capfd):
     for more, other, says in (
         ({}, {"width": 1}, "width None, this one has 1"),
         ({"critic": nn.Linear(1, 1)}, run, "has no 'critic'"),
+        ({"discriminator": nn.Linear(4, 1)}, run, "^.* not fit 'discriminator', .*size mism.*$"),
+        ({"optimizer_g": torch.optim.SGD([torch.ones(1)])}, run, "not fit 'optimizer_g'"),
     ):
         with pytest.raises(SystemExit, match=says):
-            Checkpoint(tmp_path, untouched | more, other).resume()
-    assert_same(states(untouched), states(parts(3)))
+            Checkpoint(tmp_path, parts(3) | more, other).resume()
     assert "damaged" not in capfd.readouterr().err
 
 
@@ -1128,17 +1109,12 @@ def flipped(content, bit):
 
 
 def damaged(content, rng):
-    """With a bit flipped (three of six), cut off, with a hole, or all garbage."""
-    at, kind = rng.randrange(len(content)), rng.randrange(6)
-    if kind == 0:
-        return content[:at]
-    if kind == 1:
-        return content[:at] + bytes(len(content[at : at + 512])) + content[at + 512 :]
-    if kind == 2:
-        return rng.randbytes(rng.randrange(3000))
-    if rng.random() < 0.3:  # in the directory
-        at = len(content) - 1 - rng.randrange(4000)
-    return flipped(content, 8 * at + rng.randrange(8))
+    """With a bit flipped (half of all), cut off, with a hole, or all garbage; a third of them in
+    the directory at the end."""
+    at = len(content) - 1 - rng.randrange(rng.choice((len(content), len(content), 4000)))
+    hole = content[:at] + bytes(512) + content[at + 512 :]
+    flips = [flipped(content, 8 * at + rng.randrange(8)) for _ in range(3)]
+    return rng.choice([content[:at], hole, rng.randbytes(at % 3000), *flips])
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.faults)])
@@ -1172,14 +1148,10 @@ def test_damaged_checkpoints_are_named_and_not_kept_as_the_one_before(main, tiny
     main(*tiny, "--max-steps", 6, "--save-every", 2)
     assert load(out, previous.name)["step"] == 4
     # The entry of a weight in the directory at the end, which no CRC protects.
-    good, truth, checkpoint = path.read_bytes(), load(out), Checkpoint(out, {})
+    good, checkpoint = path.read_bytes(), Checkpoint(out, {})
     weight = re.search(rb"PK\x01\x02.{42}[^/]*/data/0", good, re.S)
     path.write_bytes(flipped(good, 8 * (weight.start() + 38) + 4))  # is a "directory": torch would
     assert checkpoint.newest()[0] == 4  # take for the weights what is in memory
-    for bit in range(8 * weight.start(), 8 * weight.end()):
-        path.write_bytes(flipped(good, bit))
-        if checkpoint.newest()[0] == 6:
-            assert_same(load(out)["model"], truth["model"])
     for file in (path, previous):
         file.write_bytes(good[:-100])
     assert main(*tiny, "--max-steps", 9, error="nothing to go on from").count("\n") == 1
@@ -1203,14 +1175,6 @@ def test_checkpoint_is_data_not_code(main, tiny, tmp_path):
     printed = "".join(outs)
     assert "rank 1: " in printed and "not a checkpoint" in printed and printed.count("\n") == 1
     assert not bomb.exists()
-
-
-def test_save_that_cannot_be_pickled(main, tiny, out, monkeypatch):
-    save = Checkpoint.save
-    bad = lambda self, step, **values: save(self, step, **values, more=lambda: None)
-    monkeypatch.setattr(Checkpoint, "save", bad)
-    assert "done" not in main(*tiny, "--max-steps", 3, error="cannot save")
-    assert not list(out.glob("checkpoint*"))
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc/self/status")
@@ -1422,6 +1386,16 @@ def test_rank_that_raises(tiny):
     assert printed.count("ValueError: boom") == 1, printed
 
 
+def test_loading_processes_end_with_the_interpreter(tiny):
+    """They ignore SIGTERM. One process that raises, and a script that keeps a loader to its end."""
+    alone = "faulty", "raise", "alone", *tiny, "--workers", 1
+    assert "ValueError: boom" in run("env", PYTHON, __file__, *alone, code=1)
+    script = """import ddp_train as dt
+loader = dt.make_loader(range(9), 4, dt.World(dt.torch.device("cpu")), workers=2)
+next(iter(loader))"""
+    assert run("env", PYTHON, "-c", script) == ""
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed(tiny, victim):
     processes = by_hand(2, SCRIPT, *tiny, *LONG)
@@ -1433,147 +1407,70 @@ def test_rank_that_is_killed(tiny, victim):
 
 @pytest.mark.parametrize("hangs", ["0", "1"])
 def test_rank_that_hangs(tiny, hangs):
-    """The others miss it after --timeout. It is told to end, too, and where it was."""
+    """The others miss it after --timeout, which may be less than the start takes. It is told to
+    end, too, and where it was."""
     begin = time.monotonic()
-    outs = ranks(2, __file__, "faulty", "hang", hangs, *tiny, "--timeout", 3, code=1)
+    outs = ranks(2, __file__, "faulty", "hang", hangs, *tiny, "--timeout", 2, code=1)
     assert time.monotonic() - begin < 90  # not the 120 s of the start, nor the usual 600
     hung = outs[int(hangs)]
+    assert "step 3/" in outs[0]
     assert "ended at" in hung and "in loss_fn" in hung, outs
     assert f"before that, rank {1 - int(hangs)} (" in hung, outs
-
-
-# ---- The README ----
-def test_readme_names_what_exists():
-    """Every make target that it tells of is there."""
-    readme, makefile = ((HERE / name).read_text() for name in ("README.md", "Makefile"))
-    targets = set(re.findall(r"(?:`|^    )make ([a-z][a-z0-9-]+)", readme, re.M))
-    assert {"train", "test"} <= targets
-    assert all(re.search(f"^{t}:", makefile, re.M) for t in targets), targets
-
-
-def blocks(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-
-
-@pytest.fixture
-def ported(tmp_path):
-    """ported(name, world, changes): run a script of the README's two diffs, as it stands but for
-    some texts, in a folder of its own; returns the folder."""
-    port, resume = blocks("diff")[:2]
-    after = re.sub("^.", "", re.sub("^-.*\n", "", port, flags=re.M), flags=re.M)
-    (tmp_path / "resumed.py").write_text(after)
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-    resume = f"--- a/resumed.py\n+++ b/resumed.py\n{resume}".encode()
-    subprocess.run(["git", "apply"], input=resume, cwd=tmp_path, env=env, check=True)
-    texts = {"after": after, "resumed": (tmp_path / "resumed.py").read_text()}
-
-    def run_it(name, world, changes, code=0, folder=None):
-        folder = folder or Path(tempfile.mkdtemp(dir=tmp_path))
-        text = f"import os; os.chdir({str(folder)!r})\n{texts[name]}"
-        for old, new in changes.items():
-            assert old in text
-            text = text.replace(old, new)
-        (folder / "ported.py").write_text(text)
-        ranks(world, folder / "ported.py", code=code, CUDA_VISIBLE_DEVICES="")
-        return folder
-
-    return run_it
-
-
-def test_ported_script_is_exact(ported):
-    """One process with batches of 32 and two with 16, on 1,001 samples; each its own dropout."""
-    without = {"Dropout(0.1)": "Dropout(0.0)"}
-    models = (
-        ported("after", 1, without | {"dataset, 16": "dataset, 32"}),
-        ported("after", 2, without),
-    )
-    for a, b in zip(*(flat(load(folder, "model.pt")).values() for folder in models)):
-        assert torch.allclose(a, b, rtol=0, atol=1e-6)
-    seeded = "dt.seed_step(epoch, step, world.rank)\n"
-    mask = "torch.save(encoder[2](torch.ones(99)), f'{world.rank}.{epoch}.{step}')"
-    seen = ported("after", 2, {seeded: f"{seeded}{' ' * 12}{mask}\n"})
-    drawn = [load(seen, f"{r}.{e}.{s}") for r in (0, 1) for e in (0, 2) for s in (0, 31)]
-    assert len({tuple(m.tolist()) for m in drawn}) == len(drawn) == 8
-
-
-def test_ported_script_stops_and_goes_on(ported):
-    """A signal to rank 1 in the middle of an epoch; then on to the same bits."""
-    whole = ported("resumed", 2, {})
-    kill = "os.kill(os.getpid(), 15) if (world.rank, done) == (1, 1001 + 320) else None"
-    counted = "done += of\n"
-    stop = {counted: f"{counted}{' ' * 12}{kill}\n"}
-    folder = ported("resumed", 2, stop, code=128 + signal.SIGTERM)
-    assert load(folder / "out")["step"] == 1001 + 320 + 32  # one step to agree
-    ported("resumed", 2, {}, folder=folder)
-    assert_same(load(folder / "out"), load(whole / "out"))
-    assert_same(load(folder, "model.pt"), load(whole, "model.pt"))
-
-
-def test_readme_lets_the_model_write(main, tiny, tmp_path):
-    """And its import of ddp_train has no side effect."""
-    main(*tiny, "--out", tmp_path / "out", "--max-steps", 2)
-    code = f"""
-import signal, sys
-before = signal.getsignal(signal.SIGTERM)
-{blocks("python")[0]}
-assert signal.getsignal(signal.SIGTERM) is before and not torch.distributed.is_initialized()
-assert not {{"tensorboard", "torch._dynamo"}} & set(sys.modules)
-"""
-    printed = run(PYTHON, "-c", code, cwd=tmp_path)
-    assert printed.startswith("def ") and len(printed.encode()) >= 300
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 # ---- Two hosts: network and UTS namespaces, a wire, no DNS; each name leads to 127.0.1.1 on its
 # ---- own host and nowhere elsewhere.
 
 
-@pytest.fixture
-def hosts(tiny, tmp_path):
-    """A function that starts MULTI on host a, 10.77.0.1, or on host b, 10.77.0.2, with the folder
-    a or b as --out; and `ip` on either."""
-    probe = "unshare --net --uts --mount ip link add veth-probe type veth"
-    if subprocess.run(probe, shell=True, capture_output=True).returncode:
-        pytest.skip("needs root on Linux with `ip` and network namespaces")
+@contextlib.contextmanager
+def two_hosts(folder):
+    """What a command begins with on host a, 10.77.0.1, and on host b, 10.77.0.2; `ip` on either."""
     names, prefixes = [f"ddp-{MARK}-{x}" for x in "ab"], []
-    ip = lambda line: subprocess.run(["ip", *line.split()], check=True, capture_output=True)
-    (tmp_path / "resolv").write_text("")
+    run_ip = lambda i, line: subprocess.run(["ip", "-n", names[i], *line.split()], check=True)
+    (folder / "resolv").write_text("")
     try:
         for name in names:
-            ip(f"netns add {name}")
-        ip(f"link add wire netns {names[0]} type veth peer name wire netns {names[1]}")
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        run_ip(0, f"link add wire type veth peer name wire netns {names[1]}")
         for i, name in enumerate(names):
-            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev wire")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set wire up")
-            known = tmp_path / f"hosts{i}"
+            for line in (
+                f"addr add 10.77.0.{i + 1}/24 dev wire",
+                "link set lo up",
+                "link set wire up",
+            ):
+                run_ip(i, line)
+            known = folder / f"hosts{i}"
             known.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{'ab'[i]}\n")
             shell = (
                 f"hostname host{'ab'[i]}; mount --bind '{known}' /etc/hosts; "
-                f"mount --bind '{tmp_path}/resolv' /etc/resolv.conf; exec \"$@\""
+                f"mount --bind '{folder}/resolv' /etc/resolv.conf; exec \"$@\""
             )
             namespaces = f"ip netns exec {name} unshare --uts --mount sh -c".split()
             prefixes.append([*namespaces, shell, "sh"])
+        yield prefixes, run_ip
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture
+def hosts(tiny, tmp_path):
+    """A function that starts MULTI on host 0 or 1, with the folder a or b as --out; `ip` on it."""
+    probe = "unshare --net --uts --mount ip link add veth-probe type veth"
+    if subprocess.run(probe, shell=True, capture_output=True).returncode:
+        pytest.skip("needs root on Linux with `ip` and network namespaces")
+    with two_hosts(tmp_path) as (prefixes, run_ip):
 
         def join(i, *args, **env):
             env = {"MASTER_ADDR": "10.77.0.1", "NNODES": "2", "PYTHON": PYTHON, **env}
             command = *prefixes[i], MULTI, *tiny, "--out", tmp_path / "ab"[i], *args
             return start(*command, env=env)
 
-        yield join, lambda i, line: ip(f"-n {names[i]} {line}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        yield join, run_ip
 
 
 @pytest.mark.parametrize(
-    "first, nproc, ranked, name",
-    [
-        (1, 2, False, "10.77.0.1"),
-        (0, 1, True, "hosta"),
-        pytest.param(1, 1, True, "10.77.0.1", marks=pytest.mark.faults),
-        pytest.param(0, 1, False, "hosta", marks=pytest.mark.faults),
-    ],
+    "first, nproc, ranked, name", [(1, 2, False, "10.77.0.1"), (0, 1, True, "hosta")]
 )
 def test_two_bare_hosts(hosts, tmp_path, first, nproc, ranked, name):
     """In either order, with NODE_RANK and without; host a may know itself by its name."""

@@ -1,6 +1,5 @@
 """Plain DDP and the recipes for slow networks over 100 Mbit/s: a table (root, Linux, ip and tc)."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,6 +9,9 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))
+from test_ddp_train import two_hosts  # noqa: E402
+
 RECIPES = (HERE / "README.md").read_text().partition("# Recipes")[2]
 BLOCK = r"<summary>(\d)\. (?:(?!</details>).)*?```diff\n(.*?)```"
 DIFFS = {int(n): diff for n, diff in re.findall(BLOCK, RECIPES, re.S)}
@@ -24,15 +26,20 @@ RUNS = {  # name: wire with a limit, recipes, options
 }
 
 
+def git_apply(folder, diff):
+    """To the files of a folder, and not to those of a repository around it."""
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent), "LC_ALL": "C"}
+    git = ["git", "apply", "--verbose"]
+    done = subprocess.run(git, input=diff, cwd=folder, env=env, text=True, stderr=-1)
+    assert "Applied patch" in done.stderr and not done.returncode, done.stderr
+
+
 def apply(folder, *numbers):
     """A copy of ddp_train.py in a new folder, with these recipes."""
     folder.mkdir()
     (script := folder / "ddp_train.py").write_text((HERE / "ddp_train.py").read_text())
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent), "LC_ALL": "C"}
     for n in numbers:
-        git = ["git", "apply", "--verbose"]
-        done = subprocess.run(git, input=DIFFS[n], cwd=folder, env=env, text=True, stderr=-1)
-        assert "Applied patch" in done.stderr and not done.returncode, done.stderr
+        git_apply(folder, DIFFS[n])
     return script
 
 
@@ -41,46 +48,18 @@ def metrics(out, name="loss"):
     return {m["step"]: m[name] for m in lines if name in m}
 
 
-@contextlib.contextmanager
-def two_hosts(limit):
-    """What starts a program on either of two hosts with a wire between them."""
-    names = [f"recipes{os.getpid()}{x}" for x in "ab"]
-    ip = lambda *args: subprocess.run(["ip", *args], check=True)
-    try:
-        for n in names:
-            ip("netns", "add", n)
-        link = "link add wire type veth peer name wire netns".split()
-        ip("-n", names[0], *link, names[1])
-        for i, n in enumerate(names):
-            ip("-n", n, "addr", "add", f"10.78.0.{i + 1}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                ip("-n", n, "link", "set", device, "up")
-            if limit:
-                tc = "tc qdisc add dev wire root tbf rate 100mbit burst 128kb latency 50ms"
-                ip("netns", "exec", n, *tc.split())
-        yield [["ip", "netns", "exec", n] for n in names]
-    finally:
-        for n in names:
-            subprocess.run(["ip", "netns", "del", n])
-
-
 def over_wire(limit, script, out, *args):
     """Train with one process on each host, one thread each. Returns the folder of rank 0."""
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500"}
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
     env |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "wire"}
-    with two_hosts(limit) as hosts:
+    tc = "tc qdisc add dev wire root tbf rate 100mbit burst 128kb latency 50ms"
+    program = sys.executable, script, "--device", "cpu", *args, "--out"
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as (hosts, _):
         ranks = []
+        for host in hosts if limit else ():
+            subprocess.run([*host, *tc.split()], check=True)
         for r, host in enumerate(hosts):
-            command = [
-                *host,
-                sys.executable,
-                script,
-                "--device",
-                "cpu",
-                "--out",
-                out / "ab"[r],
-                *args,
-            ]
+            command = *host, *program, out / "ab"[r]
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             started = subprocess.Popen(map(str, command), env={**env, "RANK": str(r)}, **quiet)
             ranks.append(started)

@@ -99,6 +99,13 @@ BREAKS = [
         "test_loading_processes_of_each_rank_draw_numbers_of_their_own",
     ),
     (
+        "a data set's own collate ignored",
+        PROGRAM,
+        'getattr(dataset, "collate", None)',
+        "None",
+        "test_loading_processes_of_each_rank_draw_numbers_of_their_own",
+    ),
+    (
         "workers forked in each epoch",
         PROGRAM,
         "persistent_workers=workers > 0",
@@ -319,6 +326,13 @@ BREAKS = [
         "test_checkpoint_of_another_run",
     ),
     (
+        "what does not fit is a traceback",
+        PROGRAM,
+        "except (RuntimeError, ValueError) as e:  # torch",
+        "except ZeroDivisionError as e:  # torch",
+        "test_checkpoint_of_any_parts",
+    ),
+    (
         "metrics repeated",
         PROGRAM,
         "        os.truncate(self.path, kept)\n",
@@ -383,6 +397,13 @@ BREAKS = [
         "test_rank_that_raises",
     ),
     (
+        "Python's exit waits for loading processes",
+        PROGRAM,
+        "    if workers:  # Python",
+        "    if False:  # Python",
+        "test_loading_processes_end_with_the_interpreter",
+    ),
+    (
         "nobody looks whether another failed",
         PROGRAM,
         "            watcher.start()\n",
@@ -422,7 +443,14 @@ BREAKS = [
         PROGRAM,
         "timedelta(seconds=args.timeout)",
         "timedelta(seconds=600)",
-        "test_groups_end_cleanly",
+        "test_rank_that_hangs",
+    ),
+    (
+        "--timeout limits the start, too",
+        PROGRAM,
+        "seconds=max(timeout, START_LIMIT)",
+        "seconds=timeout",
+        "test_rank_that_hangs",
     ),
     (
         "the reader's end ends the run",

@@ -1,4 +1,5 @@
-"""Tests of the recipes in README.md: each is applied to a copy of ddp_train.py, and its point."""
+"""Tests of what README.md shows: its two porting diffs and its snippet as they stand; each recipe,
+applied to a copy of ddp_train.py, and its point; and that what it names exists."""
 
 import argparse
 import gzip
@@ -10,7 +11,9 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -18,9 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as recompute
-from bench_wire import DIFFS, HERE, apply, metrics, over_wire
+from bench_wire import DIFFS, HERE, apply, git_apply, metrics, over_wire
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 from torch.utils._pytree import tree_leaves
+
+from test_ddp_train import assert_same, flat, load
 
 GPUS = torch.cuda.device_count()
 DEVICE = [] if GPUS > 1 else ["--device", "cpu"]
@@ -31,11 +36,12 @@ TRAIN = [*DEVICE, *SMALL.split(), "--max-steps", STEPS, "--epochs", 9, "--save-e
 FORK = multiprocessing.get_context("forkserver")  # of a process that has imported all
 MODULES = "torch._dynamo", "test_ddp_train", "sklearn.datasets", "transformers.modeling_utils"
 FORK.set_forkserver_preload(list(MODULES))
+README = (HERE / "README.md").read_text()
 CAN_LIMIT = sys.platform == "linux" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
 
 
+blocks = lambda kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S)
 local = lambda tensors: [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-load = lambda out: torch.load(out / "checkpoint.pt", weights_only=True)
 size = lambda tensors: sum(t.nbytes for t in local(tensors) if t.numel() > 1)
 
 
@@ -77,10 +83,10 @@ def one_rank(out, stop_at, argv, env):
         Path(out, f"seen.{env['RANK']}").write_text(json.dumps(seen))
 
 
-def run(world, script, out, *args, stop_at=None):
-    """What each rank saw, and what rank 0 printed."""
+def run(world, script, out, *args, stop_at=None, code=0, **env):
+    """What each rank saw, and what rank 0 printed. They end with this code, or stop at a step."""
     with socket.create_server(("127.0.0.1", 0)) as s:
-        env = {"WORLD_SIZE": str(world), "MASTER_PORT": str(s.getsockname()[1])}
+        env |= {"WORLD_SIZE": str(world), "MASTER_PORT": str(s.getsockname()[1])}
     env["MASTER_ADDR"], ranks = "127.0.0.1", []
     out.mkdir(exist_ok=True)
     argv = [str(a) for a in (script, "--out", out, *args)]
@@ -91,7 +97,7 @@ def run(world, script, out, *args, stop_at=None):
     for p in ranks:
         p.join(300)
     said = [(out / f"said.{r}").read_text() for r in range(world)]
-    assert [p.exitcode for p in ranks] == [143 if stop_at else 0] * world, "\n".join(said)
+    assert [p.exitcode for p in ranks] == [143 if stop_at else code] * world, "\n".join(said)
     return [json.loads((out / f"seen.{r}").read_text()) for r in range(world)], said[0]
 
 
@@ -112,6 +118,82 @@ def plain(data, tmp_path_factory):  # a run without a recipe: its folder, and wh
     out = tmp_path_factory.mktemp("plain")
     seen, _ = run(2, HERE / "ddp_train.py", out, *TRAIN, "--batch-size", 4, "--data", data)
     return out, seen[0]
+
+
+def test_readme_names_what_exists():
+    """Every make target that it tells of is there."""
+    targets = set(re.findall(r"(?:`|^    )make ([a-z][a-z0-9-]+)", README, re.M))
+    assert {"train", "test"} <= targets
+    makefile = (HERE / "Makefile").read_text()
+    assert all(re.search(f"^{t}:", makefile, re.M) for t in targets), targets
+
+
+@pytest.fixture
+def ported(tmp_path):
+    """ported(name, world, changes): run a script of the README's two diffs, as it stands but for
+    some texts, in a folder of its own; returns the folder."""
+    port, resume = blocks("diff")[:2]
+    after = re.sub("^.", "", re.sub("^-.*\n", "", port, flags=re.M), flags=re.M)
+    (tmp_path / "resumed.py").write_text(after)
+    git_apply(tmp_path, f"--- a/resumed.py\n+++ b/resumed.py\n{resume}")
+    texts = {"after": after, "resumed": (tmp_path / "resumed.py").read_text()}
+
+    def run_it(name, world, changes, code=0, folder=None):
+        folder = folder or Path(tempfile.mkdtemp(dir=tmp_path))
+        text = f"import os; os.chdir({str(folder)!r})\n{texts[name]}"
+        for old, new in changes.items():
+            assert old in text
+            text = text.replace(old, new)
+        (folder / "ported.py").write_text(text)
+        run(world, folder / "ported.py", folder, code=code, CUDA_VISIBLE_DEVICES="")
+        return folder
+
+    return run_it
+
+
+def test_ported_script_is_exact(ported):
+    """One process with batches of 32 and two with 16, on 1,001 samples; each its own dropout."""
+    without = {"Dropout(0.1)": "Dropout(0.0)"}
+    models = (
+        ported("after", 1, without | {"dataset, 16": "dataset, 32"}),
+        ported("after", 2, without),
+    )
+    for a, b in zip(*(flat(load(folder, "model.pt")).values() for folder in models)):
+        assert torch.allclose(a, b, rtol=0, atol=1e-6)
+    seeded = "dt.seed_step(epoch, step, world.rank)\n"
+    mask = "torch.save(encoder[2](torch.ones(99)), f'{world.rank}.{epoch}.{step}')"
+    seen = ported("after", 2, {seeded: f"{seeded}{' ' * 12}{mask}\n"})
+    drawn = [load(seen, f"{r}.{e}.{s}") for r in (0, 1) for e in (0, 2) for s in (0, 31)]
+    assert len({tuple(m.tolist()) for m in drawn}) == len(drawn) == 8
+
+
+def test_ported_script_stops_and_goes_on(ported):
+    """A signal to rank 1 in the middle of an epoch; then on to the same bits."""
+    whole = ported("resumed", 2, {})
+    kill = "os.kill(os.getpid(), 15) if (world.rank, done) == (1, 1001 + 320) else None"
+    counted = "done += of\n"
+    stop = {counted: f"{counted}{' ' * 12}{kill}\n"}
+    folder = ported("resumed", 2, stop, code=128 + signal.SIGTERM)
+    assert load(folder / "out")["step"] == 1001 + 320 + 32  # one step to agree
+    ported("resumed", 2, {}, folder=folder)
+    assert_same(load(folder / "out"), load(whole / "out"))
+    assert_same(load(folder, "model.pt"), load(whole, "model.pt"))
+
+
+def test_readme_lets_the_model_write(plain, tmp_path):
+    """And its import of ddp_train has no side effect."""
+    shutil.copytree(plain[0], tmp_path / "out")
+    code = f"""
+import signal, sys
+before = signal.getsignal(signal.SIGTERM)
+{blocks("python")[0]}
+assert signal.getsignal(signal.SIGTERM) is before and not torch.distributed.is_initialized()
+assert not {{"tensorboard", "torch._dynamo"}} & set(sys.modules)
+"""
+    env = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"}
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    assert printed.startswith(b"def ") and len(printed) >= 300
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_recipes_are_short():
@@ -179,6 +261,8 @@ def test_where_with_a_slow_wire(recipe, data, tmp_path):
 @pytest.mark.parametrize("number, limit", [(4, 1e-5), (5, 1e-4)])
 def test_sharded(recipe, data, plain, tmp_path, number, limit):
     """1/W of the memory, the losses of DDP, also at another world size, and a plain checkpoint."""
+    if number == 5 and torch.__version__ < "2.7":
+        pytest.skip("FSDP2 does not run on the CPU in torch 2.6")
     script, args = recipe(number), (*TRAIN, "--data", data)
     seen, _ = run(2, script, tmp_path, *args, "--batch-size", 4, stop_at=10)
     for kind in ("state", "parameters")[: number - 3]:
