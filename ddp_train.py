@@ -14,7 +14,6 @@ Replace MODEL and DATA. The same command again goes on from the last checkpoint 
 """
 
 import argparse
-import atexit
 import contextlib
 import datetime
 import fcntl
@@ -34,6 +33,7 @@ import zlib
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -169,8 +169,7 @@ def parse_args(argv):
     return args
 
 
-# ---- PROCESSES ----
-# Which process this is, and of how many: 0 <= rank < size. No store: no process group.
+# ---- PROCESSES. World says which one this is: 0 <= rank < size. No store: no process group.
 World = namedtuple("World", "device rank size store", defaults=(0, 1, None))
 
 
@@ -239,8 +238,7 @@ def fresh_prefix(store, rank, size, limit):
 def process_group(world):
     """Leave together in the end; and if a rank fails, all at once, for a reason that is said once.
     The first to fail writes it into the store. A thread of each rank looks there, and so ends also
-    one that hangs, or waits for its GPU. They end by os._exit: destroy_process_group, loading
-    processes and Python's own exit may each wait for ever for what a dead rank will never send."""
+    one that hangs, or waits for its GPU. By os._exit: all else may wait for ever for the dead."""
     finished, leaving = threading.Event(), threading.Lock()
 
     def leave(why):
@@ -255,6 +253,7 @@ def process_group(world):
                 print(f"{SCRIPT}: error: {mine}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         time.sleep(2)  # the store may be here, and the others look there; a short save ends
+        _ = [p.kill() for p in active_children()]  # one may load for ever
         os._exit(1)
 
     def watch(main):
@@ -358,8 +357,8 @@ class ResumableSampler(DistributedSampler):
 
 def make_loader(dataset, batch_size, world, seed=0, workers=0):
     if workers:  # Python's exit ends them by a SIGTERM, which they ignore, and waits for ever
-        atexit.register(lambda: [p.kill() for p in active_children() if p.daemon])
-        atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # first: torch's raises
+        Finalize(None, lambda: [p.kill() for p in active_children() if p.daemon], exitpriority=0)
+        Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=1)  # before it
     return DataLoader(
         dataset,
         batch_size,
@@ -406,14 +405,14 @@ def evaluate(model, loader, device, score, stop=lambda: 0):
     for buffer in model.buffers() if dist.is_initialized() else ():
         if buffer.is_floating_point():  # the running means of batch norm: rank 0's are saved
             dist.broadcast(buffer, 0)
-    sums = []
+    sums, mode = [], model.training
     model.eval()
     with torch.no_grad():
         for *batch, rows, _ in real_batches(loader, device):
             sums.append(score(model, *batch).float() * min(1, rows))
             if stop():
                 break
-    model.train()
+    model.train(mode)
     return sum_over_ranks(torch.stack(sums).cpu().double().sum(0))
 
 
@@ -421,8 +420,7 @@ def evaluate(model, loader, device, score, stop=lambda: 0):
 class Checkpoint:
     """checkpoint.pt and the one before it, in a folder that one run has for itself.
     `parts`: what is saved and loaded, by name: whatever has state_dict() and load_state_dict().
-    `run`: plain values, by name, in which a run and its checkpoint are alike. All ranks make it.
-    Machines need not share a disk: those that lack the newest checkpoint of all get a copy."""
+    `run`: plain values, by name, in which a run and its checkpoint are alike. All ranks make it."""
 
     def __init__(self, folder, parts, run=None):
         self.path, self.previous = (Path(folder, f"checkpoint{x}.pt") for x in ("", ".prev"))
@@ -438,8 +436,8 @@ class Checkpoint:
             sys.exit(f"--out {folder} is in use by another run: wait for it, or use another one")
 
     def resume(self):
-        """Load the newest intact checkpoint; its plain values, {} if there is none. All ranks call
-        it. SystemExit if all are damaged, or it is of another run or has other parts."""
+        """Load the newest intact checkpoint of all machines; its plain values, {} if there is none.
+        All ranks call it. SystemExit if all are damaged, or it is of another run or other parts."""
         # The first rank with a folder reads for all that have it: one machine, one read, one copy.
         folders = gather((socket.gethostname(), *os.stat(self.path.parent)[1:3]))  # inode, device
         readers = [folders.index(f) for f in folders]
@@ -468,7 +466,7 @@ class Checkpoint:
                 sys.exit(f"{path} is of a run with {k} {old}, this one has {v}: use another --out")
         for name, part in self.parts.items():
             try:  # what a GradScaler saved without fp16 is empty
-                part.load_state_dict(state[name] or part.state_dict())
+                part.load_state_dict(part.state_dict() if state[name] == {} else state[name])
             except (RuntimeError, ValueError) as e:  # torch says what differs
                 sys.exit(f"{path} does not fit {name!r}, use another --out: {e!r:.300}")
         return state
@@ -504,6 +502,7 @@ class Checkpoint:
             fill(f)
             f.flush()
             os.fsync(f.fileno())
+        torch.load(beside, mmap=True, weights_only=True)  # what nobody can load replaces nothing
         if self.path.exists():
             self.previous.unlink(missing_ok=True)
             try:
@@ -522,7 +521,7 @@ class Checkpoint:
             if isinstance(t, torch.Tensor):  # buffers are kept: pinned memory is slow to get
                 if (key := (i, t.shape, t.dtype)) not in self.buffers:
                     self.buffers[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                leaves[i] = self.buffers[key].copy_(t)
+                leaves[i] = self.buffers[key].copy_(t.detach())
         state = tree_unflatten(leaves, layout)
         self.saved = self.thread.submit(self.replace, lambda f: torch.save(state, f))
 
@@ -596,8 +595,9 @@ def train(args, world, stop):
         )
         # After its first backward pass DDP lays out its buckets anew, and three ranks or more sum
         # in another order: have that behind us, in each run, resumed or not.
+        _ = [m.eval() for m in model.modules() if hasattr(m, "running_mean")]  # batch norm stays
         x, y = next(iter(DataLoader(train_set, collate_fn=loader.collate_fn)))
-        loss_fn(ddp.eval()(x.to(device)), y.to(device)).backward()  # eval: batch norm stays
+        loss_fn(ddp(x.to(device)), y.to(device)).backward()
         ddp.train().zero_grad()
     runner = torch.compile(ddp) if args.compile else ddp
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)

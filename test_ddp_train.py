@@ -452,16 +452,16 @@ def worker(out, *argv):
 
 class NormedModel(nn.Sequential):
     """Batch norm over the 32 positions. As some modules do, it keeps a tensor of an evaluation and
-    trains with it: inference_mode would have spoiled it."""
+    trains with it, which inference_mode would have spoiled. A part is used in training only."""
 
     def __init__(self, args):
         super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32))
-        self.kept = 1
+        self.kept, self.helper = 1, nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
         if not torch.is_grad_enabled():
             self.kept = torch.ones((), device=x.device)
-        return super().forward(x.long()) * self.kept
+        return super().forward(x.long()) * self.kept + (self.helper if self.training else 0)
 
 
 def faulty(kind, rank, *argv):
@@ -472,8 +472,8 @@ def faulty(kind, rank, *argv):
     if kind == "hang" and torch.__version__ < "2.7":  # there the limit of the start stays
         ddp_train.START_LIMIT = 10.0
     if kind == "raise":  # as a loading process that was forked before an error came
-        pause = lambda: die_with_parent() or os.closerange(0, 3) or time.sleep(PATIENCE)
-        multiprocessing.get_context("fork").Process(target=pause, daemon=True).start()
+        fork = multiprocessing.get_context("fork")
+        fork.Process(target=time.sleep, args=[PATIENCE], daemon=True).start()
     if kind.startswith("disk"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(kind[4:]), int(kind[4:])))
 
@@ -608,7 +608,7 @@ def test_random_numbers(same):
     seen = same[0]["3x1x2"]
     assert len(seen[0]["weights"]) == 84
     assert all(rank["weights"] == seen[0]["weights"] for rank in seen)
-    draws = [draw for rank in seen for draw in rank["draws"]]
+    draws = [draw for rank in seen for draw in rank["draws"][1:]]  # [0] is before step 1
     assert len(draws) == len(set(draws)) == 3 * 2 * 84
 
 
@@ -673,6 +673,9 @@ def test_evaluation_with_batch_norm_is_that_of_the_saved_model(tiny, out):
     with torch.no_grad():
         expected = ddp_train.loss_fn(model.eval()(x), y).item()
     assert logged(out, "val_loss")[32] == pytest.approx(expected, rel=1e-6)
+    loader, score = ddp_train.make_loader(held_out, 4, World(CPU)), ddp_train.score
+    summed = ddp_train.evaluate(model, loader, CPU, score)[0].item()
+    assert summed / len(held_out) == pytest.approx(expected, rel=1e-6) and not model.training
 
 
 def test_model_is_causal():
@@ -1082,6 +1085,10 @@ def test_checkpoint_of_any_parts(tmp_path, capfd):
         with pytest.raises(SystemExit, match=says):
             Checkpoint(tmp_path, parts(3) | more, other).resume()
     assert "damaged" not in capfd.readouterr().err
+    checkpoint.save(8, **plain, path=tmp_path)  # which weights_only=True would refuse
+    with pytest.raises(SystemExit, match="(?s)cannot save.*PosixPath"):
+        checkpoint.wait()
+    assert checkpoint.newest()[0] == 7 and not list(tmp_path.glob("*.tmp"))
 
 
 def test_checkpoint_of_another_run(main, tiny, data, out, tmp_path):
@@ -1387,9 +1394,11 @@ def test_rank_that_raises(tiny):
 
 
 def test_loading_processes_end_with_the_interpreter(tiny):
-    """They ignore SIGTERM. One process that raises, and a script that keeps a loader to its end."""
-    alone = "faulty", "raise", "alone", *tiny, "--workers", 1
-    assert "ValueError: boom" in run("env", PYTHON, __file__, *alone, code=1)
+    """They ignore SIGTERM. One process that raises, by itself or as a child of multiprocessing; a
+    script that keeps a loader to its end."""
+    alone = PYTHON, __file__, "faulty", "raise", "alone", *tiny, "--workers", 1
+    for launcher in ["env"], []:
+        assert "ValueError: boom" in run(*launcher, *alone, code=1)
     script = """import ddp_train as dt
 loader = dt.make_loader(range(9), 4, dt.World(dt.torch.device("cpu")), workers=2)
 next(iter(loader))"""

@@ -59,7 +59,7 @@ BREAKS = [
     (
         "evaluation leaves the model in evaluation mode",
         PROGRAM,
-        "    model.train()\n    return sum_over_ranks",
+        "    model.train(mode)\n    return sum_over_ranks",
         "    return sum_over_ranks",
         "test_random_numbers",
     ),
@@ -68,6 +68,20 @@ BREAKS = [
         PROGRAM,
         "        if buffer.is_floating_point():",
         "        if False:",
+        "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
+    ),
+    (
+        "evaluation leaves the model in training mode",
+        PROGRAM,
+        "model.train(mode)",
+        "model.train()",
+        "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
+    ),
+    (
+        "DDP's first pass in evaluation mode",
+        PROGRAM,
+        'if hasattr(m, "running_mean")]',
+        "]",
         "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
     ),
     (
@@ -271,9 +285,16 @@ BREAKS = [
     (
         "weights saved by reference",
         PROGRAM,
-        "leaves[i] = self.buffers[key].copy_(t)",
+        "leaves[i] = self.buffers[key].copy_(t.detach())",
         "pass",
         "test_checkpoint_has_the_weights_of_its_step",
+    ),
+    (
+        "a file that nobody can load replaces a good one",
+        PROGRAM,
+        "        torch.load(beside, mmap=True, weights_only=True)",
+        "        pass",
+        "test_checkpoint_of_any_parts",
     ),
     (
         "wrapped names",
@@ -342,7 +363,7 @@ BREAKS = [
     (
         "the order of DDP's sums is not settled",
         PROGRAM,
-        "        loss_fn(ddp.eval()(x.to(device)), y.to(device)).backward()",
+        "        loss_fn(ddp(x.to(device)), y.to(device)).backward()\n",
         "",
         "test_stop_and_resume_is_bit_identical",
     ),
@@ -402,6 +423,13 @@ BREAKS = [
         "    if workers:  # Python",
         "    if False:  # Python",
         "test_loading_processes_end_with_the_interpreter",
+    ),
+    (
+        "loading processes outlive their rank",
+        PROGRAM,
+        "        _ = [p.kill() for p in active_children()]",
+        "        pass",
+        "test_rank_that_raises",
     ),
     (
         "nobody looks whether another failed",
