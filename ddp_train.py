@@ -356,9 +356,9 @@ class ResumableSampler(DistributedSampler):
 
 
 def make_loader(dataset, batch_size, world, seed=0, workers=0):
-    if workers:  # Python's exit ends them by a SIGTERM, which they ignore, and waits for ever
+    if workers:  # they ignore the SIGTERM of Python's exit, which waits; torch's SIGCHLD raises
         Finalize(None, lambda: [p.kill() for p in active_children() if p.daemon], exitpriority=0)
-        Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=1)  # before it
+        Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=1)  # first
     return DataLoader(
         dataset,
         batch_size,

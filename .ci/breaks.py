@@ -420,8 +420,8 @@ BREAKS = [
     (
         "Python's exit waits for loading processes",
         PROGRAM,
-        "    if workers:  # Python",
-        "    if False:  # Python",
+        "    if workers:  # they",
+        "    if False:  # they",
         "test_loading_processes_end_with_the_interpreter",
     ),
     (
