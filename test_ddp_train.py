@@ -114,17 +114,15 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch._dynamo", "test_ddp_train"])
 
 
-def forked(fifo, command, env):
+def forked(output, command, env):
     die_with_parent()  # the fork server, which ends when the last that holds this file has ended:
     os.close(forkserver._forkserver._forkserver_alive_fd)
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)  # the fork server has read OMP_NUM_THREADS, maybe another one
-    end = os.open(fifo, os.O_WRONLY)
-    for fd in (1, 2):
-        os.dup2(end, fd)
-    os.close(end)
+    _ = [os.dup2(output.fileno(), fd) for fd in (1, 2)]
+    output.close()
     sys.stdin = open(os.devnull)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     sys.argv = command[1:]
@@ -148,11 +146,11 @@ def start(*command, env=None, **kwargs):
     """A process in a session of its own, of which nothing is left after the test."""
     env, command = {**os.environ, **(env or {})}, [str(c) for c in command]
     if LINUX and command[0] == PYTHON and command[1][0] == "/" and not kwargs:
-        with tempfile.TemporaryDirectory() as folder:
-            os.mkfifo(fifo := f"{folder}/output")
-            p = Forked(target=forked, args=(fifo, command, env))
-            p.start()
-            p.stdout = open(fifo)
+        reading, writing = FORK.Pipe(duplex=False)
+        p = Forked(target=forked, args=(writing, command, env))
+        p.start()
+        writing.close()
+        p.stdout = open(os.dup(reading.fileno()))
     else:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         kwargs |= {"stdin": subprocess.DEVNULL, "preexec_fn": die_with_parent}
@@ -170,10 +168,7 @@ def hit(pids, signum):
 
 
 def kill(p):
-    pids = [*tree(p.pid), p.pid]  # noted first: what has no parent any more is not found
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(p.pid, signal.SIGKILL)
-    hit(pids, signal.SIGKILL)
+    hit([*tree(p.pid), p.pid, -p.pid], signal.SIGKILL)  # -: its process group
 
 
 @pytest.fixture(autouse=True)
@@ -286,17 +281,15 @@ def load(out, name="checkpoint.pt"):
     return torch.load(Path(out) / name, weights_only=True)
 
 
-def flat(state):
-    """All tensors and numbers of a nested state, but for the command line, by their place."""
-    leaves = ((pytree.keystr(path), v) for path, v in pytree.tree_flatten_with_path(state)[0])
-    return {place: v for place, v in leaves if not place.startswith("['args']")}
-
-
 def assert_same(a, b):
-    a, b = flat(a), flat(b)
-    assert a.keys() == b.keys()
-    for name, x in a.items():
-        assert torch.equal(x, b[name]) if isinstance(x, torch.Tensor) else x == b[name], name
+    """The same keys, values and bits, but for the command line."""
+    bare = lambda state: {**state, "args": 0} if "args" in state else state
+    leaves, other = (dict(pytree.tree_flatten_with_path(bare(state))[0]) for state in (a, b))
+    assert leaves.keys() == other.keys()
+    for path, x in leaves.items():
+        assert torch.equal(x, other[path]) if isinstance(x, torch.Tensor) else x == other[path], (
+            path
+        )
 
 
 def assert_same_run(a, b):
@@ -733,15 +726,14 @@ def test_started_by_hand_only_rank_0_speaks_and_saves(tiny, tmp_path):
 def test_restarted_ranks_find_each_other():
     """torchrun's store keeps what ranks left there. Rank 1, back first, must not believe it."""
     store, names = dist.HashStore(), set()
-    meet = lambda rank, seconds=PATIENCE: ddp_train.fresh_prefix(
-        store, rank, 2, datetime.timedelta(seconds=seconds)
-    )
+    limit = lambda seconds: datetime.timedelta(seconds=seconds)
+    meet = lambda rank, s=PATIENCE: ddp_train.fresh_prefix(store, rank, 2, limit(s))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for n in range(1, 4):
             names |= set(pool.map(meet, (1, 0)))
             assert len(names) == n
             with pytest.raises(RuntimeError, match="not all ranks came"):
-                meet(1, seconds=0.2)
+                meet(1, 0.2)
 
 
 def test_spawn(tiny, out):
@@ -1096,16 +1088,11 @@ def test_checkpoint_of_another_run(main, tiny, data, out, tmp_path):
     changed.write_bytes(data.read_bytes().replace(b"quick", b"brisk"))
     main(*tiny, "--max-steps", 2)
     before = (out / "checkpoint.pt").read_bytes()
-    for other, says in (
-        ("--dim 32", "--dim 16, this one has 32: use another --out"),
-        ("--heads 1", "--heads 2"),
-        ("--layers 2", "--layers 1"),
-        ("--seed 5", "--seed 0"),
-        ("--seq-len 16", "len 32"),
-        (f"--data={changed}", "data of CRC-32"),
-    ):
-        more = "--max-steps", 4, *re.split(" (?=[0-9])", other)
-        assert main(*tiny, *more, error=says).count("\n") == 1
+    shape = [[f"--{k}", 8] for k in ("dim", "heads", "layers", "seed", "seq-len")]
+    for option, value in [*shape, ("--data", changed)]:
+        says = f"is of a run with {option if value == 8 else 'data of CRC-32'} "
+        said = main(*tiny, "--max-steps", 4, option, value, error=says)
+        assert said.count("\n") == 1 and ": use another --out" in said
     assert (out / "checkpoint.pt").read_bytes() == before
 
 
@@ -1443,12 +1430,9 @@ def two_hosts(folder):
             subprocess.run(["ip", "netns", "add", name], check=True)
         run_ip(0, f"link add wire type veth peer name wire netns {names[1]}")
         for i, name in enumerate(names):
-            for line in (
-                f"addr add 10.77.0.{i + 1}/24 dev wire",
-                "link set lo up",
-                "link set wire up",
-            ):
-                run_ip(i, line)
+            run_ip(i, f"addr add 10.77.0.{i + 1}/24 dev wire")
+            run_ip(i, "link set lo up")
+            run_ip(i, "link set wire up")
             known = folder / f"hosts{i}"
             known.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{'ab'[i]}\n")
             shell = (

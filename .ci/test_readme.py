@@ -25,7 +25,7 @@ from bench_wire import DIFFS, HERE, apply, git_apply, metrics, over_wire
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 from torch.utils._pytree import tree_leaves
 
-from test_ddp_train import assert_same, flat, load, session  # noqa: F401 (leaves nothing)
+from test_ddp_train import assert_same, load, session  # noqa: F401 (leaves nothing)
 
 GPUS = torch.cuda.device_count()
 DEVICE = [] if GPUS > 1 else ["--device", "cpu"]
@@ -158,7 +158,7 @@ def test_ported_script_is_exact(ported):
         ported("after", 1, without | {"dataset, 16": "dataset, 32"}),
         ported("after", 2, without),
     )
-    for a, b in zip(*(flat(load(folder, "model.pt")).values() for folder in models)):
+    for a, b in zip(*(tree_leaves(load(folder, "model.pt")) for folder in models), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
     seeded = "dt.seed_step(epoch, step, world.rank)\n"
     mask = "torch.save(encoder[2](torch.ones(99)), f'{world.rank}.{epoch}.{step}')"
