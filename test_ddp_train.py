@@ -444,11 +444,12 @@ def worker(out, *argv):
 
 
 class NormedModel(nn.Sequential):
-    """Batch norm over the 32 positions. As some modules do, it keeps a tensor of an evaluation and
-    trains with it, which inference_mode would have spoiled. A part is used in training only."""
+    """Batch norm over the 32 positions, then a frozen one. As some modules do, it keeps a tensor of
+    an evaluation and trains with it, which inference_mode would have spoiled. A part is used in
+    training only."""
 
     def __init__(self, args):
-        super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32))
+        super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32), nn.BatchNorm1d(32).eval())
         self.kept, self.helper = 1, nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
@@ -479,7 +480,7 @@ def faulty(kind, rank, *argv):
         if kind == "hang" and mine and call in (0, 4):  # after a start that takes its time
             time.sleep(10**6 if call else 4)
         if now and kind == "raise":
-            raise ValueError("boom")
+            raise type("ApiError", (Exception,), {"code": "limit"})("boom")
         return original(output, y) * (math.nan if now and kind == "nan" else 1)
 
     ddp_train.loss_fn = loss_fn
@@ -580,7 +581,7 @@ def test_same_evaluation_at_any_world_size(same):
 def test_each_sample_once_per_epoch_in_training(same):
     """250 windows on 3 processes: each once, and repeats to fill the last round; a new order."""
     seen, base = same
-    per_rank = [rank["indices"][1:] for rank in seen["3x1x2"]]  # [0] is before step 1
+    per_rank = [rank["indices"][2:] for rank in seen["3x1x2"]]  # two are before step 1
     rows, round_up = list(itertools.chain(*zip(*per_rank, strict=True))), 252
     first, second = rows[:250], rows[round_up : round_up + 250]
     assert len(rows) == 2 * round_up and sorted(first) == sorted(second) == list(range(250))
@@ -640,7 +641,7 @@ def test_resume_at_another_world_size(data, out):
     seen = []
     for world, batch, stop in ((4, 3, 5), (2, 5, 12), (1, 7, 99)):
         more = "--data", data, "--batch-size", batch, "--max-steps", stop
-        batches = [rank["indices"][world > 1 :] for rank in run_worker(world, out, *more)]
+        batches = [rank["indices"][2 * (world > 1) :] for rank in run_worker(world, out, *more)]
         seen += itertools.chain(*batches)
     assert sorted(seen) == list(range(250))
 
@@ -662,6 +663,7 @@ def test_evaluation_with_batch_norm_is_that_of_the_saved_model(tiny, out):
     args = ddp_train.parse_args([str(a) for a in tiny])
     held_out, model = ddp_train.load_data(args)[1], NormedModel(args)
     model.load_state_dict(load(out)["model"])
+    assert [model[i].num_batches_tracked for i in (1, 2)] == [32, 0]
     x, y = held_out[:]
     with torch.no_grad():
         expected = ddp_train.loss_fn(model.eval()(x), y).item()
@@ -669,6 +671,8 @@ def test_evaluation_with_batch_norm_is_that_of_the_saved_model(tiny, out):
     loader, score = ddp_train.make_loader(held_out, 4, World(CPU)), ddp_train.score
     summed = ddp_train.evaluate(model, loader, CPU, score)[0].item()
     assert summed / len(held_out) == pytest.approx(expected, rel=1e-6) and not model.training
+    many = ddp_train.evaluate(model, loader, CPU, lambda *_: torch.tensor(2**24 + 1))
+    assert many.item() == 4 * (2**24 + 1)
 
 
 def test_model_is_causal():
@@ -819,8 +823,8 @@ def test_output_finish_and_extend(main, tiny, out):
         text = main(*common, "--max-steps", 4)
         assert "done" in text and "--epochs" in text and steps() == [1, 2, 2, 3, 4, 4]
         assert (out / "checkpoint.pt").read_bytes() == before
-    with open(out / "metrics.jsonl", "a") as f:
-        f.write('{"step": 4, damaged}\n{"step": 5, "loss": 1.0, "lr"')
+    with open(out / "metrics.jsonl", "ab") as f:
+        f.write(b'{"step": 4, \xff}\n{"step": 5, "loss": 1.0, "lr"')
     assert "going on from step 4" in main(*common, "--max-steps", 6) and load(out)["step"] == 6
     assert steps() == [1, 2, 2, 3, 4, 5, 6, 6]
     main(*common, "--epochs", 1, "--save-every", 63)
@@ -952,7 +956,7 @@ BAD = {
     "--out /proc/no": "'/proc/no'",
     "--out FILE": "FILE'",
     **{f"{group} {start}": start for start in STARTS for group in ("", "RANK=0 WORLD_SIZE=1")},
-    "RANK=0 LOCAL_RANK=99 --device cuda": "local rank 99 has no GPU",
+    "RANK=0 LOCAL_RANK=99 --device cuda": "no cuda for local rank 99",
     "RANK=0": "MASTER_ADDR",
     "RANK=0 WORLD_SIZE=2": "MASTER_ADDR",
     "RANK=2 WORLD_SIZE=2": "RANK < WORLD_SIZE",
@@ -986,6 +990,8 @@ def test_bad_input(main, tiny, out, tmp_path, monkeypatch, subtests):
                 text = main(*tiny, "--timeout", 1, *shlex.split(dashes + options), error=says)
                 assert text.count("\n") == 1 or "MASTER_PORT" in env  # torch logs sockets
                 assert not out.exists()
+    with pytest.raises(SystemExit, match="no gpu for local rank 0"):
+        ddp_train.init_distributed("gpu")
 
 
 def test_bad_input_on_all_ranks_and_on_one(tiny, data, tmp_path):
@@ -997,7 +1003,7 @@ def test_bad_input_on_all_ranks_and_on_one(tiny, data, tmp_path):
     for option, usual, other, says in (
         ("--data", data, changed, "data of CRC-32"),
         ("--lr", "0.1", "0.5", "--lr is 0.5 on rank 1"),
-        ("--data", data, "/no/such", "No such file"),
+        ("--data", data, os.fsdecode(b"/no/\xff"), "No such file"),
     ):
         outs = ranks(2, SCRIPT, *tiny, option, lambda r: (usual, other)[r], code=1)
         printed = "".join(outs)
@@ -1068,6 +1074,7 @@ def test_checkpoint_of_any_parts(tmp_path, capfd):
     state = Checkpoint(tmp_path, second, run).resume()
     assert_same(states(first), states(second))
     assert_same({k: state[k] for k in ("step", *plain)}, {"step": 7, **plain})
+    assert state["generator"]._metadata == first["generator"].state_dict()._metadata
     for more, other, says in (
         ({}, {"width": 1}, "width None, this one has 1"),
         ({"critic": nn.Linear(1, 1)}, run, "has no 'critic'"),
@@ -1077,10 +1084,21 @@ def test_checkpoint_of_any_parts(tmp_path, capfd):
         with pytest.raises(SystemExit, match=says):
             Checkpoint(tmp_path, parts(3) | more, other).resume()
     assert "damaged" not in capfd.readouterr().err
-    checkpoint.save(8, **plain, path=tmp_path)  # which weights_only=True would refuse
+    with pytest.raises(TypeError, match="multiple values.*'generator'"):
+        checkpoint.save(8, generator=1)
+    buffers = len(checkpoint.buffers)
+    for step in (8, 9):
+        checkpoint.save(step, noise=torch.ones(step))
+    assert len(checkpoint.buffers) == buffers  # those of the last save
+    checkpoint.wait()
+    checkpoint.save(10, **plain, path=tmp_path)  # which weights_only=True would refuse
     with pytest.raises(SystemExit, match="(?s)cannot save.*PosixPath"):
         checkpoint.wait()
-    assert checkpoint.newest()[0] == 7 and not list(tmp_path.glob("*.tmp"))
+    assert checkpoint.newest()[0] == 9 and not list(tmp_path.glob("*.tmp"))
+    (tmp_path / "checkpoint.pt").unlink()
+    (tmp_path / "checkpoint.pt").symlink_to("gone")
+    step, path, problem = checkpoint.newest()
+    assert (step, path.name) == (8, "checkpoint.prev.pt") and "No such file" in problem
 
 
 def test_checkpoint_of_another_run(main, tiny, data, out, tmp_path):
@@ -1372,7 +1390,7 @@ def test_rank_that_raises(tiny):
     lines = [line for line in printed.splitlines() if ": error: rank " in line]
     assert len(lines) == 2 and "rank 1 (" in lines[0] and "boom" in lines[0], printed
     assert "rank 0 (" in lines[1] and "before that, rank 1 (" in lines[1], printed
-    assert printed.count("ValueError: boom") == 1, printed
+    assert printed.count("ApiError: boom") == 1, printed
 
 
 def test_loading_processes_end_with_the_interpreter(tiny):
@@ -1380,7 +1398,7 @@ def test_loading_processes_end_with_the_interpreter(tiny):
     script that keeps a loader to its end."""
     alone = PYTHON, __file__, "faulty", "raise", "alone", *tiny, "--workers", 1
     for launcher in ["env"], []:
-        assert "ValueError: boom" in run(*launcher, *alone, code=1)
+        assert "ApiError: boom" in run(*launcher, *alone, code=1)
     script = """import ddp_train as dt
 loader = dt.make_loader(range(9), 4, dt.World(dt.torch.device("cpu")), workers=2)
 next(iter(loader))"""

@@ -59,7 +59,7 @@ BREAKS = [
     (
         "evaluation leaves the model in evaluation mode",
         PROGRAM,
-        "    model.train(mode)\n    return sum_over_ranks",
+        "    _ = [m.train(mode) for m, mode in modes]\n    return sum_over_ranks",
         "    return sum_over_ranks",
         "test_random_numbers",
     ),
@@ -73,15 +73,22 @@ BREAKS = [
     (
         "evaluation leaves the model in training mode",
         PROGRAM,
-        "model.train(mode)",
-        "model.train()",
+        "m.train(mode)",
+        "m.train()",
         "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
     ),
     (
-        "DDP's first pass in evaluation mode",
+        "a frozen layer of the model thaws in an evaluation",
         PROGRAM,
-        'if hasattr(m, "running_mean")]',
-        "]",
+        "_ = [m.train(mode) for m, mode in modes]",
+        "model.train(modes[0][1])",
+        "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
+    ),
+    (
+        "DDP's first pass changes batch norm",
+        PROGRAM,
+        "        model.load_state_dict(before)\n",
+        "",
         "test_evaluation_with_batch_norm_is_that_of_the_saved_model",
     ),
     (
@@ -285,9 +292,23 @@ BREAKS = [
     (
         "weights saved by reference",
         PROGRAM,
-        "leaves[i] = self.buffers[key].copy_(t.detach())",
-        "pass",
+        "kept[key].copy_(t.detach())",
+        "t.detach()",
         "test_checkpoint_has_the_weights_of_its_step",
+    ),
+    (
+        "the versions of modules are not saved",
+        PROGRAM,
+        "copy.deepcopy(state, copies)",
+        "torch.utils._pytree.tree_map(lambda t: copies.get(id(t), t), state)",
+        "test_checkpoint_of_any_parts",
+    ),
+    (
+        "buffers of what is not saved any more are kept",
+        PROGRAM,
+        "self.buffers = {}, self.buffers, {}",
+        "self.buffers = {}, self.buffers, self.buffers",
+        "test_checkpoint_of_any_parts",
     ),
     (
         "a file that nobody can load replaces a good one",
@@ -378,8 +399,8 @@ BREAKS = [
     (
         "torch._dynamo imported after the group",
         PROGRAM,
-        "        _ = torch._dynamo  # to look at it imports it\n",
-        "",
+        "        _ = torch._dynamo  #",
+        "        #",
         "test_groups_end_cleanly",
     ),
     (
@@ -415,6 +436,20 @@ BREAKS = [
         PROGRAM,
         "        try:\n            signal.signal(signal.SIGCHLD",
         "        raise\n        try:\n            signal.signal(signal.SIGCHLD",
+        "test_rank_that_raises",
+    ),
+    (
+        "a reason that is not UTF-8 is lost",
+        PROGRAM,
+        'mine.encode(errors="backslashreplace").decode()',
+        "mine",
+        "test_bad_input_on_all_ranks_and_on_one",
+    ),
+    (
+        "whatever has a code is the user's mistake",
+        PROGRAM,
+        "isinstance(error, SystemExit) and isinstance(error.code, str)",
+        'isinstance(getattr(error, "code", 0), str)',
         "test_rank_that_raises",
     ),
     (
