@@ -188,7 +188,7 @@ def init_distributed(device="auto", backend=None, url="env://", timeout=600.0):
         if not 0 <= rank < size or size > 1 and "RANK" not in env:
             raise ValueError("RANK and WORLD_SIZE go together, RANK < WORLD_SIZE: use torchrun")
         if 0 < gpus <= index or device not in ("auto", "cpu", kind):
-            raise ValueError(f"no {device} for local rank {index}, {gpus} GPUs are here: use cpu")
+            raise ValueError(f"--device {device}: no GPU {index} among {gpus}, use --device cpu")
         if not re.match(r"env://|tcp://.+:\d+$|file://.", url):
             raise ValueError(f"--init-method {url}: use env://, tcp://host:port or file:///path")
         if not dist.is_backend_available(backend) or backend == "nccl" and kind != "cuda":
@@ -472,7 +472,7 @@ class Checkpoint:
     def newest(self):
         """(step, path, what is wrong with another) of the newest intact file; step -1: none."""
         problem = ""
-        for path in filter(os.path.lexists, (self.path, self.previous)):
+        for path in [p for p in (self.path, self.previous) if p.is_symlink() or p.exists()]:
             try:
                 with zipfile.ZipFile(path) as z:  # torch.load checks neither CRC-32 nor "directory"
                     if z.testzip() or any(i.external_attr for i in z.infolist()):
@@ -594,10 +594,10 @@ def train(args, world, stop):
         )
         # After its first backward pass DDP lays out its buckets anew, and three ranks or more sum
         # in another order: have that behind us, in each run, resumed or not.
-        before = copy.deepcopy(model.state_dict())  # batch norm changes its own
+        buffers = [b.clone() for b in model.buffers()]  # batch norm's, say
         x, y = next(iter(DataLoader(train_set, 2, collate_fn=loader.collate_fn)))
         loss_fn(ddp(x.to(device)), y.to(device)).backward()
-        model.load_state_dict(before)
+        _ = [b.copy_(was) for b, was in zip(model.buffers(), buffers)]
         model.zero_grad()
     runner = torch.compile(ddp) if args.compile else ddp
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
