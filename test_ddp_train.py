@@ -115,9 +115,13 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch._dynamo", "test_ddp_train"])
 
 
-def forked(output, command, env):
-    die_with_parent()  # the fork server, which ends when the last that holds this file has ended:
+def die_with_fork_server():  # which ends when the last that holds this file has ended
+    die_with_parent()
     os.close(forkserver._forkserver._forkserver_alive_fd)
+
+
+def forked(output, command, env):
+    die_with_fork_server()
     os.setsid()
     os.environ.clear()
     os.environ.update(env)

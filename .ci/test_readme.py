@@ -25,7 +25,7 @@ from bench_wire import DIFFS, HERE, apply, git_apply, metrics, over_wire
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 from torch.utils._pytree import tree_leaves
 
-from test_ddp_train import assert_same, load, session  # noqa: F401 (leaves nothing)
+from test_ddp_train import assert_same, die_with_fork_server, load, session  # noqa: F401 (leaves nothing)
 
 GPUS = torch.cuda.device_count()
 DEVICE = [] if GPUS > 1 else ["--device", "cpu"]
@@ -48,6 +48,7 @@ size = lambda tensors: sum(t.nbytes for t in local(tensors) if t.numel() > 1)
 def one_rank(out, stop_at, argv, env):
     """A process as a launcher starts it. It writes what it prints to said.R, and to seen.R:
     bytes of each all-reduce, by step; weights before it; bytes of its weights and moments."""
+    die_with_fork_server()
     os.environ.update(env)
     for fd in (1, 2):
         os.dup2(os.open(f"{out}/said.{env['RANK']}", os.O_RDWR | os.O_CREAT | os.O_APPEND), fd)
