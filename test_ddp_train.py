@@ -291,10 +291,8 @@ def assert_same(a, b):
     bare = lambda state: {**state, "args": 0} if "args" in state else state
     leaves, other = (dict(pytree.tree_flatten_with_path(bare(state))[0]) for state in (a, b))
     assert leaves.keys() == other.keys()
-    for path, x in leaves.items():
-        assert torch.equal(x, other[path]) if isinstance(x, torch.Tensor) else x == other[path], (
-            path
-        )
+    for at, x in leaves.items():
+        assert torch.equal(x, other[at]) if isinstance(x, torch.Tensor) else x == other[at], at
 
 
 def assert_same_run(a, b):
@@ -735,7 +733,7 @@ def test_started_by_hand_only_rank_0_speaks_and_saves(tiny, tmp_path):
 def test_restarted_ranks_find_each_other():
     """torchrun's store keeps what ranks left there. Rank 1, back first, must not believe it."""
     store, names = dist.HashStore(), set()
-    limit = lambda seconds: datetime.timedelta(seconds=seconds)
+    limit = lambda s: datetime.timedelta(seconds=s)
     meet = lambda rank, s=PATIENCE: ddp_train.fresh_prefix(store, rank, 2, limit(s))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for n in range(1, 4):
@@ -763,13 +761,13 @@ def test_two_nodes_on_loopback(tiny, tmp_path, more):
 
 def test_run_single(tiny, tmp_path):
     """By --spawn. Each of two processes gets half of the cores; a signal to the process that was
-    started is one to them, SIGUSR1 too where torchrun can be told so."""
+    started is one to them, SIGUSR1 too where torchrun can be told so. The next run finishes."""
     can = "signals" in get_args_parser().format_help()
     signum = int(signal.SIGUSR1 if can else signal.SIGTERM)
     cores = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
     env = {"PYTHON": PYTHON, "NPROC": "2", "NPROC_PER_NODE": "7"}
-    args = *tiny, *LONG, "--out", tmp_path / "a b"
-    p = start("env", "-u", "OMP_NUM_THREADS", SINGLE, *args, env=env)
+    command = "env", "-u", "OMP_NUM_THREADS", SINGLE, *tiny, *LONG, "--out", tmp_path / "a b"
+    p = start(*command, env=env)
     printed = read_until(p, "step 5/")
     for pid in pids_of_ranks(p.pid) if LINUX else ():
         environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -778,6 +776,7 @@ def test_run_single(tiny, tmp_path):
     printed += finish(p)
     assert p.returncode and printed.count(f"stopped by signal {signum}") == 1, printed
     assert "2 process(es) on 1 node(s)" in printed and load(tmp_path / "a b")["step"] >= 5
+    assert "done" in run(*command, env=env) and load(tmp_path / "a b")["epoch"] == 6
     assert "NPROC=x" in run(SINGLE, code=2, env={"NPROC": "x"})
 
 
@@ -831,6 +830,8 @@ def test_output_finish_and_extend(main, tiny, out):
     main(*common, "--epochs", 1, "--save-every", 63)
     state = load(out)
     assert (state["step"], state["epoch"], state["samples"]) == (63, 1, 0)
+    main(*common, "--epochs", 2)
+    assert "from step 126 to 126" in main(*common, "--epochs", 1, "--batch-size", 1)
 
 
 def test_logged_loss_is_the_mean_of_all_elements_since_the_last_line(main, tiny, tmp_path):
@@ -993,6 +994,9 @@ def test_bad_input(main, tiny, out, tmp_path, monkeypatch, subtests):
                 assert not out.exists()
     with pytest.raises(SystemExit, match="device gpu: no GPU 0"):
         ddp_train.init_distributed("gpu")
+    monkeypatch.setattr(ddp_train, "gather", lambda _: [("a", {}), ("b", {"x": 1})])
+    with pytest.raises(SystemExit, match=r"x is 1 on rank 1 \(b\), None on rank 0"):
+        ddp_train.check_alike({})
 
 
 def test_bad_input_on_all_ranks_and_on_one(tiny, data, tmp_path):
@@ -1107,11 +1111,10 @@ def test_checkpoint_of_another_run(main, tiny, data, out, tmp_path):
     changed.write_bytes(data.read_bytes().replace(b"quick", b"brisk"))
     main(*tiny, "--max-steps", 2)
     before = (out / "checkpoint.pt").read_bytes()
-    shape = [[f"--{k}", 8] for k in ("dim", "heads", "layers", "seed", "seq-len")]
-    for option, value in [*shape, ("--data", changed)]:
-        says = f"is of a run with {option if value == 8 else 'data of CRC-32'} "
-        said = main(*tiny, "--max-steps", 4, option, value, error=says)
-        assert said.count("\n") == 1 and ": use another --out" in said
+    for k, old in {"dim": 16, "heads": 2, "layers": 1, "seed": 0, "seq-len": 32}.items():
+        says = f"is of a run with --{k} {old}, this one has 8: use another --out"
+        assert main(*tiny, "--max-steps", 4, f"--{k}", 8, error=says).count("\n") == 1
+    main(*tiny, "--max-steps", 4, "--data", changed, error="is of a run with data of CRC-32")
     assert (out / "checkpoint.pt").read_bytes() == before
 
 
@@ -1408,7 +1411,7 @@ next(iter(loader))"""
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed(tiny, victim):
-    """The other ends at once. In one of some 100 kills gloo does not notice; then by --timeout."""
+    """The other ends at once; where gloo does not notice, as happens now and then, by --timeout."""
     processes = by_hand(2, SCRIPT, *tiny, *LONG, "--timeout", 60)
     read_until(processes[0], "step 5/")
     os.kill(processes[victim].pid, signal.SIGKILL)

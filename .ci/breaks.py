@@ -439,6 +439,20 @@ BREAKS = [
         "test_rank_that_raises",
     ),
     (
+        "what only another rank has is not compared",
+        PROGRAM,
+        "wanted | theirs",
+        "wanted",
+        "test_bad_input",
+    ),
+    (
+        "fewer epochs than done give a negative total",
+        PROGRAM,
+        "max(args.epochs, epoch)",
+        "args.epochs",
+        "test_output_finish_and_extend",
+    ),
+    (
         "a reason that is not UTF-8 is lost",
         PROGRAM,
         'mine.encode(errors="backslashreplace").decode()',
