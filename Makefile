@@ -55,7 +55,7 @@ test: setup ## the tests: less than five minutes on two cores
 test-faults: setup ## 100 kills, 1,000 damaged checkpoints: the long form
 	$(PY) -m pytest -q -s -n 0 -m faults $(ARGS) test_ddp_train.py .ci/test_readme.py
 
-test-the-tests: setup ## break the program in more than 70 ways: does the test that should fail do so?
+test-the-tests: setup ## break the program in more than 80 ways: does the test that should fail do so?
 	$(PY) .ci/breaks.py $(ARGS)
 
 lint: setup ## ruff and shellcheck

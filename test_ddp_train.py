@@ -806,7 +806,7 @@ def test_logged_loss_is_the_mean_of_all_elements_since_the_last_line(main, tiny,
 
 def test_seed(data, tmp_path):
     """Weights, which such a rate does not change, order and dropout of three steps follow it."""
-    more = "--data", data, "--max-steps", 3, "--lr", 1e-30, "--seed"
+    more = "--data", data, "--max-steps", 3, "--lr", 1e-99, "--seed"
     a, b = (run_worker(1, tmp_path / str(seed), *more, seed)[0] for seed in (0, 1))
     for name in ("weights", "indices", "draws"):
         assert len(a[name]) == len(b[name]) > 0 and a[name] != b[name], name

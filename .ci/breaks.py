@@ -106,6 +106,13 @@ BREAKS = [
         "test_held_out_bytes_are_not_trained",
     ),
     (
+        "data are read, not mapped",
+        PROGRAM,
+        "size=where.stat().st_size, dtype=torch.uint8)",
+        "size=where.stat().st_size, dtype=torch.uint8).clone()",
+        "test_held_out_bytes_are_not_trained",
+    ),
+    (
         "a non-causal model",
         PROGRAM,
         "block(x, mask, is_causal=True)",
@@ -191,10 +198,24 @@ BREAKS = [
         "test_stop_and_resume_is_bit_identical",
     ),
     (
-        "--seed ignored",
+        "--seed ignored by the weights",
         PROGRAM,
         "torch.manual_seed(args.seed)",
         "torch.manual_seed(0)",
+        "test_seed",
+    ),
+    (
+        "--seed ignored by the order",
+        PROGRAM,
+        "loader = make_loader(train_set, args.batch_size, world, args.seed",
+        "loader = make_loader(train_set, args.batch_size, world, 0",
+        "test_seed",
+    ),
+    (
+        "--seed ignored by dropout",
+        PROGRAM,
+        "seed_step(args.seed, step",
+        "seed_step(0, step",
         "test_seed",
     ),
     (
