@@ -1,699 +1,1112 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tqdm"]
+# dependencies = ["torch>=2.9", "numpy"]
 # ///
-"""Data-parallel training in PyTorch, in one file: one CPU, one GPU, many GPUs, many machines.
+"""Data-parallel training in PyTorch, in one file.
 
-    python ddp_train.py                                        # one process, no process group
-    torchrun --standalone --nproc_per_node=4 ddp_train.py      # NCCL on GPUs, gloo on CPUs
-    torchrun --nnodes=2 --nproc_per_node=4 --node_rank=R --master_addr=A ddp_train.py
-    python ddp_train.py --spawn 4                              # no launcher
-    MASTER_ADDR=A NNODES=2 ./run_multi_node.sh                 # hosts without DNS; Slurm
+    python ddp_train.py                                     one process, CPU or GPU
+    torchrun --standalone --nproc_per_node=4 ddp_train.py   four processes, four GPUs
+    MASTER_ADDR=10.0.0.1 NNODES=2 ./run_multi_node.sh       two machines: on each
 
-Replace MODEL and DATA. The same command again goes on from the last checkpoint in --out.
+What DistributedDataParallel (DDP) does: each process, called a rank, has the whole
+model, and reads its own share of the samples. During backward() DDP averages the
+gradients over all ranks. So every optimizer takes the same step, and the copies of the
+model stay equal. Three things are left to the training script, and this file is about
+them:
+
+  1. All ranks start alike: with the same weights, options and data set.
+  2. All ranks take part in each collective (all-reduce, broadcast, ...), in the same
+     order. If one rank is missing, the others wait for it.
+  3. Each sample and its loss is counted once, and each file is written once.
+
+The first half is the program: MODEL, DATA, ONE STEP, THE RUN, OPTIONS and main(), where
+it starts. The second half has the tools that it calls. Replace MODEL and DATA with
+yours, and their options in OPTIONS. The same command again continues a run that was
+stopped. It runs on Linux and macOS.
 """
 
 import argparse
 import contextlib
-import copy
 import datetime
 import fcntl
 import gc
+import io
 import json
 import math
+import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import zipfile
 import zlib
-from collections import deque, namedtuple
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+# DDP imports this in any case. If that happens after the process group was made, the
+# group is never freed, and the interpreter may crash when it exits. So import it first.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.hub import tqdm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-SCRIPT = Path(sys.argv[0]).name  # begins each error line
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-START_LIMIT = 120.0  # seconds for joining, compiling and the first step, if --timeout is less
+
+# ---- MODEL ---------------------------------------------------------------------------
+# Replace it. The rest of the file calls these three functions. A batch is a tensor with
+# one row per sample, or a list or dict of such. (Tuples of the data set become lists.)
+#   build_model(args)            returns a module
+#   compute_loss(model, batch)   returns the mean loss of the batch, for training
+#   score(model, batch)          returns {name: sum over the samples of the batch};
+#                                evaluate() divides it by the number of samples
+class Block(nn.Module):
+    """One transformer block: attention to the bytes before, then a small network."""
+
+    def __init__(self, dim, heads, dropout):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.widen = nn.Linear(dim, 4 * dim)
+        self.narrow = nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        batch_size, seq_len, dim = x.shape
+        qkv = self.query_key_value(self.norm1(x))
+        qkv = qkv.view(batch_size, seq_len, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, dim / heads)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(batch_size, seq_len, dim)
+        x = x + self.dropout(self.project(y))
+        y = self.narrow(nn.functional.gelu(self.widen(self.norm2(x))))
+        return x + self.dropout(y)
 
 
-# ---- MODEL: replace it. The rest calls build_model(args), loss_fn(model(x), y), a mean over all
-# ---- elements, and to evaluate score(model, x, y): a sum over samples for each name in SCORES.
 class ByteTransformer(nn.Module):
-    """Bytes (batch, time) -> logits of the next byte (batch, time, 256)."""
+    """(batch, time) bytes -> (batch, time, 256) logits of the next byte."""
 
     def __init__(self, layers, heads, dim, seq_len, dropout=0.0):
         super().__init__()
-        self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(seq_len, dim)
-        for embedding in (self.embed, self.position):  # torch's std of 1 would drown the blocks
-            nn.init.normal_(embedding.weight, std=0.02)
-        torch.backends.mha.set_fastpath_enabled(False)  # evaluate as in training
-        form = dim, heads, 4 * dim, dropout, "gelu", 1e-5, True, True  # batch first, norm first
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*form) for _ in range(layers))
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
+        self.embed = nn.Embedding(256, dim)
+        self.position = nn.Embedding(seq_len, dim)
+        # torch's own initial embeddings have a standard deviation of 1: too large here.
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+        self.blocks = nn.Sequential()
+        for _ in range(layers):
+            self.blocks.append(Block(dim, heads, dropout))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 256)
 
     def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
-        x = self.embed(x.long()) + self.position.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x, mask, is_causal=True)
-        return self.head(x)
+        seq_len = x.shape[1]
+        x = self.embed(x.long()) + self.position.weight[:seq_len]
+        return self.head(self.norm(self.blocks(x)))
 
 
 def build_model(args):
-    if args.dim % args.heads or args.dropout >= 1:
-        sys.exit("--dim must be divisible by --heads, and --dropout less than 1")
-    return ByteTransformer(args.layers, args.heads, args.dim, args.seq_len, args.dropout)
+    if args.dim % args.heads != 0:
+        sys.exit(f"--dim {args.dim} is not divisible by --heads {args.heads}")
+    shape = args.layers, args.heads, args.dim, args.seq_len
+    return ByteTransformer(*shape, args.dropout)
 
 
-def loss_fn(output, y):
-    return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten().long())
+def compute_loss(model, batch):
+    x, y = batch
+    logits = model(x)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten().long())
 
 
-def score(model, x, y):
-    loss = loss_fn(model(x), y) * len(x)
-    return torch.stack((loss, loss / math.log(2)))
+def score(model, batch):
+    x, _ = batch
+    loss_sum = compute_loss(model, batch) * len(x)
+    return {"val_loss": loss_sum, "bits_per_byte": loss_sum / math.log(2)}
 
 
-# ---- DATA: replace it. The rest calls load_data(args): two map-style Datasets of (x, y), each
-# ---- optionally with `collate`, and a checksum, by which ranks and checkpoints are compared.
+# ---- DATA ----------------------------------------------------------------------------
+# Replace it. load_data(args) returns two map-style datasets, and a short text about the
+# data. The ranks compare this text, and so does a resumed run: other text, other data.
 def load_data(args):
-    """Training set, held-out set (the last 5 %), checksum: of --data, or of Python's library.
-    Sample i: the i-th window of seq_len bytes, and the same one byte later; both uint8."""
-    where = Path(args.data or os.path.dirname(os.__file__))
+    """Training set, held-out set (the last 5 % of --data), and the text.
+
+    Sample i has seq_len bytes, and as its target the same bytes, shifted by one.
+    """
+    path = Path(args.data or os.path.dirname(os.__file__))
     try:
-        if where.is_dir():
-            files = sorted(where.rglob("*") if args.data else where.glob("*.py"))
-            data = bytearray(b"".join(f.read_bytes() for f in files if f.is_file()))
-            data = torch.frombuffer(data, dtype=torch.uint8)
-        else:  # mapped: all processes of a machine share its pages
-            data = torch.from_file(str(where), size=where.stat().st_size, dtype=torch.uint8)
-    except (OSError, ValueError, RuntimeError) as e:
-        sys.exit(f"--data {where}: {e}")
-    split = len(data) - max(len(data) // 20, args.seq_len + 1)
-    if split < args.seq_len + 1:
-        sys.exit(f"--data {where} has {len(data)} bytes, two windows of --seq-len + 1 are needed")
-    crc = zlib.crc32(data[-1 << 25 :].numpy(), zlib.crc32(data[: 1 << 25].numpy()))  # of 64 MiB
-    windows = [d.unfold(0, args.seq_len + 1, args.seq_len) for d in (data[:split], data[split:])]
-    return *(TensorDataset(w[:, :-1], w[:, 1:]) for w in windows), f"{crc:08x}"  # views, no copies
+        if path.is_dir():
+            # By default, the files of Python's own library, without its packages.
+            pattern = "**/*" if args.data else "*.py"
+            files = sorted(file for file in path.glob(pattern) if file.is_file())
+            text = b"".join(file.read_bytes() for file in files)
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        else:
+            # The file is mapped into memory: all processes of a machine share it.
+            size = path.stat().st_size
+            data = torch.from_file(str(path), size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"--data {path}: {error}")
+    window = args.seq_len + 1
+    held_out = max(len(data) // 20, window)
+    if len(data) < held_out + window:
+        sys.exit(f"--data {path}: {len(data)} bytes, but two windows have {2 * window}")
+    datasets = []
+    for part in (data[:-held_out], data[-held_out:]):
+        # Windows of seq_len + 1 bytes, one every seq_len bytes. Nothing is copied.
+        windows = part.unfold(0, window, args.seq_len)
+        datasets.append(TensorDataset(windows[:, :-1], windows[:, 1:]))
+    # Only the first 64 MiB, to start quickly: they show that a file is the wrong one.
+    checksum = zlib.crc32(data[: 64 * 2**20].numpy())
+    return *datasets, f"{len(data)} bytes, CRC-32 {checksum:08x}"
 
 
-UNIT = "bytes"  # what y has elements of
-SCORES = "val_loss", "bits_per_byte"  # what score() sums
-SHAPE = "--layers", "--heads", "--dim", "--seq-len"  # the same in a run and its checkpoint
+# ---- ONE STEP ------------------------------------------------------------------------
+def train_step(ddp, batches, step_samples, optimizer, scaler, autocast, args, world):
+    """One optimizer step. All ranks call it.
+
+    batches: the iterator of real_batches(). step_samples: the number of samples of this
+    step, on all ranks and in all its micro-batches together.
+    Returns the sum of the losses of this rank's samples, and the norm of the gradient.
+    """
+    loss_sum = 0.0
+    samples_left = step_samples
+    while samples_left > 0:
+        # real: how many samples of this batch count. If 0, this rank has none left, but
+        # joins in with a filler. total: the sum of `real` over all ranks.
+        batch, real, total = next(batches)
+        samples_left -= total
+        # DDP averages the gradients over the ranks in backward(). With several
+        # micro-batches it is enough to do that once, in the last one.
+        with local_gradients(ddp, samples_left > 0):
+            with autocast:
+                loss = compute_loss(ddp, batch)
+            # Each sample of the step must have the weight 1 / step_samples. This rank's
+            # mean loss stands for `real` samples. DDP divides by the number of ranks,
+            # so we multiply by it.
+            weight = real / step_samples * world.size
+            scaler.scale(loss * weight).backward()
+        loss_sum += loss.detach().float() * real
+    # In fp16 the gradients are multiplied by a scale. Undo that, and only then clip.
+    scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(ddp.parameters(), args.grad_clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss_sum, grad_norm
 
 
-def own_options(add):
-    add("--data", metavar="PATH", help="file or folder; without it, the source of Python's library")
-    add("--layers", type=int, default=2, help="transformer blocks")
-    add("--heads", type=int, default=4, help="attention heads; they divide --dim")
-    add("--dim", type=int, default=128, help="width of the model")
-    add("--seq-len", type=int, default=128, help="bytes per sample")
-    add("--dropout", type=float, default=0.0, help="dropout probability")
+def local_gradients(ddp, more_to_come):
+    """A context in which DDP does not average the gradients, if more batches come.
+
+    Without a process group `ddp` is the bare model, which has nothing to average.
+    """
+    if more_to_come and hasattr(ddp, "no_sync"):
+        return ddp.no_sync()
+    return contextlib.nullcontext()
 
 
-# ---- ARGUMENTS ----
-MAY_BE_0 = "dropout warmup_steps grad_clip workers seed local_rank".split()
-MAY_DIFFER = "data out device backend init_method local_rank timeout workers spawn".split()
+@torch.no_grad()
+def evaluate(model, score_fn, loader, world, autocast=None):
+    """{name: sum of score_fn(model, batch) over all batches / number of samples}.
+
+    All ranks call it, and get the same numbers. Each sample counts once. Give it the
+    model itself: with batch norm DDP would wait for all ranks in each batch.
+    """
+    autocast = autocast or contextlib.nullcontext()
+    share_buffers(model)
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    sums = []
+    for batch, real, _ in real_batches(loader, world.device):
+        with autocast:
+            scores = score_fn(model, batch)
+        batch_sums = torch.stack([torch.as_tensor(value) for value in scores.values()])
+        if real == 0:  # this rank has no sample left, and must not count this one
+            batch_sums = torch.zeros_like(batch_sums)
+        sums.append(batch_sums)
+    # model.train() would also wake up layers that the user keeps in eval mode.
+    for module in in_training:
+        module.training = True
+    totals = all_reduce_sum(torch.stack(sums)).sum(0)
+    means = totals / len(loader.dataset)
+    return dict(zip(scores, means.tolist(), strict=True))
+
+
+def learning_rate(args, share):
+    """Linear warm-up to --lr, then a cosine down to 0.
+
+    share: the part of all --epochs that is done, from 0 to 1, counted in samples. So
+    the rate depends neither on the number of ranks nor on --max-steps.
+    """
+    if share < args.warmup:
+        return args.lr * share / args.warmup
+    after_warmup = (min(share, 1.0) - args.warmup) / (1 - args.warmup)
+    return args.lr * (1 + math.cos(math.pi * after_warmup)) / 2
+
+
+# ---- THE RUN -------------------------------------------------------------------------
+def train(args, world, stop):
+    """The whole run. All ranks call it. Returns False if a signal stopped it."""
+    train_set, val_set, data_text = load_data(args)
+    # facts: what a run and its checkpoint must have in common.
+    facts = compare_ranks(args, world, data_text)
+
+    torch.manual_seed(args.seed)
+    model = build_model(args).to(world.device)
+    if args.sync_bn:
+        if world.device.type == "cpu":
+            sys.exit("--sync-bn: torch's SyncBatchNorm does not run on the CPU")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # `model` is the network itself, which is saved and evaluated. `ddp` is trained: the
+    # network inside DDP, or the network alone if there is no process group.
+    ddp = model
+    if dist.is_initialized():
+        barrier()  # gloo notices a rank that failed so far; NCCL would wait for it
+        # DDP copies the weights of rank 0 to all ranks. Bucket views save memory.
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if args.compile:
+        ddp = torch.compile(ddp)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
+    device_type = world.device.type
+    scaler = torch.amp.GradScaler(device_type, enabled=args.precision == "fp16")
+    dtype = torch.float16 if args.precision == "fp16" else torch.bfloat16
+    autocast = torch.autocast(device_type, dtype, enabled=args.precision != "fp32")
+    if device_type == "cuda":
+        torch.set_float32_matmul_precision("high")  # --precision fp32 is TF32 on GPUs
+    loader = make_loader(train_set, args.batch_size, world, args.seed, args.workers)
+    val_loader = make_loader(val_set, args.batch_size, world, args.seed, args.workers)
+
+    # The model is saved without DDP, so that any program can load it.
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    checkpoint = Checkpoint(args.out, parts, facts)
+    state = checkpoint.resume()
+    step = state.get("step", 0)
+    samples = state.get("samples", 0)  # that are done, by all ranks together
+    epoch_size = len(train_set)
+    all_samples = args.epochs * epoch_size
+    full_step = args.batch_size * args.accum * world.size
+    last_step = args.max_steps or math.inf
+    goal = min(all_samples, samples + full_step * (last_step - step))
+    log = Log(world.rank, args.out, step, samples, goal)
+    nodes = len(set(all_gather(socket.gethostname())))
+    log.say(f"ranks: {world.size}, nodes: {nodes}, {device_type}, {args.precision}")
+    log.say(f"from step {step}, {full_step} samples a step, --lr {args.lr}")
+    if state:
+        say_if_schedule_changed(log, args, state, epoch_size)
+    losses = []  # one per step since the last log line, on the device
+    logged_samples = samples
+    logged_at = time.perf_counter()
+    finished = samples >= all_samples or step >= last_step
+    while not finished:
+        epoch, start = divmod(samples, epoch_size)
+        loader.sampler.set_epoch(epoch, start)
+        batches = real_batches(loader, world.device)
+        epoch_ended = False
+        while not epoch_ended and not finished:
+            # No step reaches into the next epoch: the last one may have fewer samples.
+            step_samples = min(full_step, (epoch + 1) * epoch_size - samples)
+            # The rate at the middle of the step: at the start of step 0 it may be 0.
+            lr = learning_rate(args, (samples + step_samples / 2) / all_samples)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            seed_step(args.seed, step, world.rank, world.device)
+            loss_sum, grad_norm = train_step(
+                ddp, batches, step_samples, optimizer, scaler, autocast, args, world
+            )
+            losses.append(loss_sum)
+            step += 1
+            samples += step_samples
+
+            stopping = stop()  # asks all ranks: the number of a signal, or 0
+            # What is due after this step? All ranks come to the same answers.
+            epoch_ended = samples % epoch_size == 0
+            finished = samples >= all_samples or step >= last_step
+            evaluating = epoch_ended or is_due(step, args.eval_every)
+            saving = stopping or epoch_ended or finished
+            saving = saving or is_due(step, args.save_every)
+            # Each save needs a log line, because that checks that the loss is finite.
+            logging = saving or evaluating or is_due(step, args.log_every)
+            if logging:
+                # Here the CPU waits for the GPU. Else it never does, but by --sync-bn.
+                new_samples = samples - logged_samples
+                loss = all_reduce_sum(torch.stack(losses)).sum().item() / new_samples
+                grad_norm = grad_norm.item()
+                check_finite(loss, grad_norm, scaler, step)
+                speed = new_samples / (time.perf_counter() - logged_at)
+                values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+                log.write(step, samples, **values, samples_per_s=speed)
+            if saving and world.rank == 0:
+                checkpoint.save(step=step, samples=samples, args=vars(args))
+            if stopping and not finished:
+                log.say(f"stopped by signal {stopping}, saved at step {step}")
+                return False
+            if evaluating and not finished:
+                values = evaluate(model, score, val_loader, world, autocast)
+                log.write(step, samples, **values)
+            if logging:
+                # Saves and evaluations do not count in the speed of the next line.
+                losses = []
+                logged_samples = samples
+                logged_at = time.perf_counter()
+    values = evaluate(model, score, val_loader, world, autocast)
+    log.write(step, samples, **values)
+    log.say(f"done: step {step}, saved in {checkpoint.path}")
+    return True
+
+
+def is_due(step, every):
+    return every is not None and step % every == 0
+
+
+def check_finite(loss, grad_norm, scaler, step):
+    """End the run, unsaved, if it cannot go on. All ranks come to the same answer."""
+    finite = math.isfinite(loss)
+    if scaler.is_enabled():
+        # fp16: if a gradient is infinite, the scaler skips the step, and halves its
+        # scale. A scale of almost 0 shows that this does not help.
+        finite = finite and scaler.get_scale() > 1e-20
+    else:
+        finite = finite and math.isfinite(grad_norm)
+    if not finite:
+        numbers = f"loss {loss}, gradient norm {grad_norm}"
+        sys.exit(f"not finite at step {step}, not saved: {numbers}. Try a lower --lr")
+
+
+def compare_ranks(args, world, data_text):
+    """End all ranks if they do not fit together. All ranks call it.
+
+    Returns the facts in which a run and its checkpoint must be alike.
+    """
+    facts = {option(name): getattr(args, name) for name in SAME_AS_CHECKPOINT}
+    facts["--data"] = data_text
+    # alike: the facts, and what only the ranks must have in common.
+    alike = {"torch": torch.__version__, "the device": world.device.type, **facts}
+    alike["the checksum of the program"] = zlib.crc32(Path(__file__).read_bytes())
+    for name, value in vars(args).items():
+        if name not in MAY_DIFFER_BETWEEN_RANKS:
+            alike[option(name)] = value
+    check_alike(alike)
+    return facts
+
+
+def say_if_schedule_changed(log, args, state, epoch_size):
+    """Another --epochs, --lr or --warmup makes the learning rate jump. Tell how far."""
+    old = argparse.Namespace(**state["args"])
+    epochs_done = state["samples"] / epoch_size
+    old_rate = learning_rate(old, epochs_done / old.epochs)
+    new_rate = learning_rate(args, epochs_done / args.epochs)
+    if new_rate != old_rate:
+        for name in ("epochs", "lr", "warmup"):
+            was, now = getattr(old, name), getattr(args, name)
+            if was != now:
+                log.say(f"{option(name)} was {was} and is {now}")
+        log.say(f"the learning rate was {old_rate:.3g} and goes on at {new_rate:.3g}")
+
+
+# ---- OPTIONS -------------------------------------------------------------------------
+# A run that goes on must have the same values of these as its checkpoint.
+SAME_AS_CHECKPOINT = "seed layers heads dim seq_len".split()
+# The ranks must have the same values of all options but these.
+MAY_DIFFER_BETWEEN_RANKS = "data out device backend init_method timeout".split()
+MAY_DIFFER_BETWEEN_RANKS += "workers spawn local_rank".split()
+MAY_BE_ZERO = "dropout warmup grad_clip workers seed local_rank".split()
 
 
 def parse_args(argv):
-    """The command line; --option_name is --option-name, too. Exits with 2 where it is wrong."""
-    p = argparse.ArgumentParser(SCRIPT, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # all ranks of a node have the same line
-    p.error = lambda problem: p.exit(2, f"{SCRIPT}: error: {problem}\n" if speaks else None)
-    add = p.add_argument
-    own_options(add)
-    add("--out", default="out", help="folder of checkpoint and metrics; a run there goes on")
-    add("--epochs", type=int, default=1, help="passes over the training data")
-    add("--max-steps", type=int, help="stop after so many optimizer steps")
-    add("--batch-size", type=int, default=32, help="samples per process and micro-batch")
+    """The options. A mistake ends the process with one line and exit code 2."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    # argparse prints the usage before each error. Without it an error is one line.
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=formatter)
+    add = parser.add_argument
+    add(
+        "--data",
+        metavar="PATH",
+        help="file or folder; without it, Python's own library",
+    )
+    add("--layers", type=int, default=2, help="transformer blocks")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--dim", type=int, default=128, help="width of the model")
+    add("--seq-len", type=int, default=128, help="bytes per sample")
+    add("--dropout", type=float, default=0.0, help="dropout probability")
+    add("--out", default="out", help="folder of the checkpoint; a run there goes on")
+    add("--epochs", type=int, default=1, help="passes over the data")
+    add("--max-steps", type=int, help="end after so many optimizer steps")
+    add("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     add("--accum", type=int, default=1, help="micro-batches per optimizer step")
-    add("--lr", type=float, default=2e-3, help="peak for one process; W processes: W times that")
-    add("--no-scale-lr", dest="scale_lr", action="store_false", help="--lr whatever the world size")
-    add("--warmup-steps", type=int, default=100, help="of linear warm-up, then cosine")
-    add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0: any")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
+    add("--lr", type=float, default=2e-3, help="learning rate after the warm-up")
+    add(
+        "--warmup",
+        type=float,
+        default=0.05,
+        help="this share of the run has a rising rate",
+    )
+    add("--grad-clip", type=float, default=1.0, help="largest gradient norm; 0: any")
+    precisions = ("fp32", "bf16", "fp16")
+    add("--precision", choices=precisions, default="fp32", help="fp32 on GPUs is TF32")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--sync-bn", action="store_true", help="batch norm over all processes (GPU)")
+    add("--sync-bn", action="store_true", help="batch norm over all ranks (GPU)")
     add("--workers", type=int, default=0, help="loading processes per rank")
-    add("--seed", type=int, default=0, help="of weights, order of samples, dropout")
-    add("--log-every", type=int, default=20, help="steps between two lines of metrics")
-    add("--eval-every", type=int, help="steps, besides once after each epoch")
+    add("--seed", type=int, default=0, help="of weights, order and dropout")
+    add("--log-every", type=int, default=20, help="steps between two log lines")
+    add("--eval-every", type=int, help="steps; it is done after each epoch, too")
     add("--save-every", type=int, default=100, help="steps between two checkpoints")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="local rank i: GPU i")
+    add(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run"
+    )
     add("--backend", help="gloo, nccl, ... (default: what torch has for the device)")
-    add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
-    add("--timeout", type=float, default=600.0, help="seconds to wait for another rank")
-    add("--spawn", type=int, help="start so many processes here, without a launcher")
-    add("--local-rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch; as LOCAL_RANK
-    args = p.parse_args([re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in argv])
-    for k, v in vars(args).items():
-        if type(v) in (int, float) and not (0 < v < 2**31 or v == 0 and k in MAY_BE_0):
-            p.error(f"--{k.replace('_', '-')} {v}: give a number > 0 and < 2**31")
+    add("--init-method", default="env://", help="env://, tcp://host:port, file:///new")
+    add("--timeout", type=float, default=600, help="seconds to wait for another rank")
+    add("--spawn", type=int, help="run torchrun here, with so many processes")
+    # The old launcher, torch.distributed.launch, passes this. It is not used.
+    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        given = f"{option(name)} {value}"
+        is_number = type(value) in (int, float)
+        is_good_zero = value == 0 and name in MAY_BE_ZERO
+        if is_number and not is_good_zero and not 0 < value < 2**31:
+            parser.error(f"{given} is out of range")
+        if name in ("warmup", "dropout") and value >= 1:
+            parser.error(f"{given} is out of range: it must be below 1")
+    if not args.init_method.startswith(("env://", "tcp://", "file:///")):
+        parser.error(f"--init-method {args.init_method}: see --help")
     return args
 
 
-# ---- PROCESSES. World says which one this is: 0 <= rank < size. No store: no process group.
-World = namedtuple("World", "device rank size store", defaults=(0, 1, None))
+def option(name):
+    """seq_len -> --seq-len"""
+    return "--" + name.replace("_", "-")
+
+
+def main(argv):
+    """Train as the command line says.
+
+    Exit code: 0 done, 1 failed, 2 refused by parse_args(), 128 + N stopped by signal N.
+    Under torchrun a rank that was stopped ends with 0, and torchrun with its own code.
+    """
+    args = parse_args(argv)
+    if args.spawn and "RANK" not in os.environ:
+        become_torchrun(args.spawn, argv)
+    # Until all ranks are there, Ctrl-C ends the process at once. (Python's own handler
+    # would wait for C++.) Then StopSignal takes over.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    world = init_distributed(args.device, args.backend, args.init_method, args.timeout)
+    # The process group exists now. All ranks work in this block, and leave it together.
+    with process_group(world):
+        stop = StopSignal()
+        finished = train(args, world, stop)
+    if not finished:
+        stop.exit()
+
+
+# ======================================================================================
+# The tools that the program calls. If it says "all ranks call it", never call it under
+# `if world.rank == 0`: most of these functions wait for all ranks.
+
+
+# ---- PROCESSES -----------------------------------------------------------------------
+@dataclass
+class World:
+    """Which process this is (0 <= rank < size), and where its tensors are."""
+
+    rank: int
+    size: int
+    device: torch.device
 
 
 def init_distributed(device="auto", backend=None, url="env://", timeout=600.0):
-    """Join the process group that RANK, WORLD_SIZE, ... describe; without RANK there is none.
-    All ranks call it, once; local rank i takes GPU i. CPU tensors go through gloo, and wait for no
-    GPU. SystemExit if it cannot work. max(timeout, START_LIMIT) s limit it and each collective."""
-    env, limit = os.environ, datetime.timedelta(seconds=max(timeout, START_LIMIT))
-    no_gpu = device == "cpu" or "RANK" in env and torch.backends.mps.is_available()  # no gloo there
-    gpus = 0 if no_gpu else torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator().type if gpus else "cpu"
-    backend = backend or dist.get_default_backend_for_device(kind)
+    """Join the process group that RANK, WORLD_SIZE, ... describe. All ranks call it.
+
+    torchrun sets these variables. Without them there is one process, and no group.
+    timeout: seconds to wait for another rank. SystemExit if this rank cannot join.
+    """
+    rank = os.environ.get("RANK", "0")
     try:
-        rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        # Kubernetes sets no LOCAL_RANK. A GPU that Slurm shows to this process alone has number 0.
-        local_rank = int(env.get("LOCAL_RANK", rank % max(1, gpus)))
-        index = 0 if gpus == 1 and "CUDA_VISIBLE_DEVICES" in env else local_rank
-        if not 0 <= rank < size or size > 1 and "RANK" not in env:
-            raise ValueError("RANK and WORLD_SIZE go together, RANK < WORLD_SIZE: use torchrun")
-        if 0 < gpus <= index or device not in ("auto", "cpu", kind):
-            raise ValueError(f"--device {device}: no GPU {index} among {gpus}, use --device cpu")
-        if not re.match(r"env://|tcp://.+:\d+$|file://.", url):
-            raise ValueError(f"--init-method {url}: use env://, tcp://host:port or file:///path")
-        if not dist.is_backend_available(backend) or backend == "nccl" and kind != "cuda":
-            raise ValueError(f"--backend {backend}: not in this torch for {kind}, try gloo")
-        if gpus:
-            torch.accelerator.set_device_index(index)
-            torch.set_float32_matmul_precision("high")  # TF32
-        device = torch.device(kind, index) if gpus else torch.device("cpu")
-        if "RANK" not in env:
-            return World(device)
-        if "TORCHELASTIC_RUN_ID" in env:  # if torchrun is killed its ranks die, too (on Linux)
-            torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-        # Imported after the group it keeps that alive, and then gloo's threads may abort the exit.
-        _ = torch._dynamo  # to look at it imports it, as DDP and optimizers do
-        store, rank, size = next(dist.rendezvous(url, rank, size, timeout=limit))
-        store = dist.PrefixStore(fresh_prefix(store, rank, size, limit), store)
-        backends = backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
-        bound = device if backend == "nccl" else None
-        dist.init_process_group(backends, None, limit, size, rank, store, device_id=bound)
-    except (RuntimeError, ValueError, OSError) as e:
-        lines = str(e).strip().splitlines()  # NCCL says in the last one what it was
-        why = lines[-1] if isinstance(e, dist.DistBackendError) else lines[0]
-        hint = "" if isinstance(e, ValueError) else "; do all ranks run, and reach MASTER_ADDR?"
-        sys.exit(f"{SCRIPT}: error: rank {env.get('RANK', 0)} cannot start: {why}{hint}")
-    return World(device, rank, size, store)
+        return join_group(device, backend, url, timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        # Some errors of torch have a C++ stack trace behind the message.
+        message = str(error).split("Exception raised from")[0]
+        sys.exit(f"error: rank {rank} cannot start: {' '.join(message.split())}")
 
 
-def fresh_prefix(store, rank, size, limit):
-    """A name that these processes share and no earlier ones did. All ranks call it.
-    torchrun's store outlives a restart; who finds the address of a dead rank there hangs. So each
-    writes a random id. Those that read the same ids make the same name, and count themselves in."""
-    keys, seen, end = [f"id/{r}" for r in range(size)], None, datetime.datetime.now() + limit
-    store.set(keys[rank], os.urandom(8).hex())
-    while datetime.datetime.now() < end:
-        name = f"round/{zlib.crc32(b''.join(store.multi_get(keys))):08x}"  # waits for all
-        if store.add(name, int(name != seen)) == size:  # adds 1 once, then 0, to read it
-            return name
-        seen = name
-        time.sleep(0.02 + size / 1000)
-    raise RuntimeError("not all ranks came at the same time")
+def join_group(device, backend, url, timeout):
+    """The work of init_distributed(). Raises ValueError, or what torch raises."""
+    launched = "RANK" in os.environ
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}")
+    if size > 1 and not launched:
+        raise ValueError(f"WORLD_SIZE is {size}, but RANK is not set: use torchrun")
+    device = choose_device(device, rank)
+    backend = backend or dist.get_default_backend_for_device(device.type)
+    if not dist.is_backend_available(backend):
+        raise ValueError(f"--backend {backend}: this torch does not have it")
+    if not launched:
+        return World(rank, size, device)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # the parent is torchrun
+    if url.startswith("tcp://"):
+        # torchrun sets this to True. Then rank 0 would not open the port of the URL.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    # To join may take two minutes longer than later waits: some machines start slowly.
+    start_limit = datetime.timedelta(seconds=timeout + 120)
+    # The store is a small database. In it the ranks tell each other their addresses.
+    store, rank, size = next(dist.rendezvous(url, rank, size, timeout=start_limit))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun restarts the ranks, but keeps the store. If NCCL has crashed, it left
+        # this key there, which would make the new ranks abort.
+        store.delete_key("exception_dump")
+        # The new ranks must not find the addresses of the dead ones (pytorch issue
+        # 135712). So each attempt has its own keys.
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    if device.type != "cpu":
+        # Tensors on the CPU go through gloo: stop signals, metrics and names must not
+        # wait for what the GPU still has to do.
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    # NCCL waits a minute for a debugging dump before it gives up. A second is enough.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=start_limit,
+        device_id=gpu,
+    )
+    # From now on the CPU's backend, gloo, gives up after `timeout` seconds, and NCCL
+    # two minutes later. So gloo is first: it raises an error, where NCCL aborts the
+    # process. torch has no public function that sets the limit of one backend. With
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is inside another one.
+    cpu_backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    cpu_backend = getattr(cpu_backend, "wrapped_pg", cpu_backend)
+    cpu_backend._set_default_timeout(datetime.timedelta(seconds=timeout))
+    return World(rank, size, device)
+
+
+def choose_device(device, rank):
+    """Local rank i takes GPU i of its machine. "auto" without a GPU takes the CPU."""
+    gpus = torch.accelerator.device_count()
+    if "RANK" in os.environ and torch.backends.mps.is_available():
+        gpus = 0  # gloo cannot send the tensors of Apple's GPU
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    # Kubernetes sets no LOCAL_RANK. Then each machine must have one rank per GPU.
+    index = int(os.environ.get("LOCAL_RANK", rank % max(1, gpus)))
+    # Slurm may let each process see its own GPU alone, which then has number 0.
+    if gpus == 1:
+        index = 0
+    if index >= gpus:
+        raise ValueError(f"there is no GPU {index} among {gpus}: try --device cpu")
+    torch.accelerator.set_device_index(index)
+    return torch.device(torch.accelerator.current_accelerator().type, index)
+
+
+def become_torchrun(processes, argv):
+    """Replace this process by torchrun, which starts this file in so many processes."""
+    threads = max(1, torch.get_num_threads() // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # torchrun reads its option --signals-to-handle from this variable. The ranks get
+    # these signals.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc-per-node={processes}", __file__, *argv]
+    os.execv(sys.executable, torchrun)
+
+
+def die_with_parent():
+    """Linux kills this process as soon as its parent has died. Elsewhere: no effect."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def process_group(world):
-    """Leave together in the end; and if a rank fails, all at once, for a reason that is said once.
-    The first to fail writes it into the store. A thread of each rank looks there, and so ends also
-    one that hangs, or waits for its GPU. By os._exit: all else may wait for ever for the dead."""
-    finished, leaving = threading.Event(), threading.Lock()
+    """Put all the work of the ranks inside. They leave together. All ranks call it.
 
-    def leave(why):
-        leaving.acquire()  # one thread gets it, for ever
-        mine = f"rank {world.rank} ({socket.gethostname()}): {why}"
-        mine = first = mine.encode(errors="backslashreplace").decode()  # a file's name may need it
-        with contextlib.suppress(RuntimeError):  # the store is gone with the process that had it
-            first = world.store.compare_set("failed", "", mine).decode()
-        if first != mine:
-            mine = f"{mine.splitlines()[0]}; before that, {first.splitlines()[0]}"
-        with contextlib.suppress(OSError):
-            if first == mine or "\n" in first:  # of a mistake of the user's one rank tells
-                print(f"{SCRIPT}: error: {mine}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        time.sleep(2)  # the store may be here, and the others look there; a short save ends
-        _ = [p.kill() for p in active_children()]  # one may load for ever
-        os._exit(1)
-
-    def watch(main):
-        while not finished.wait(1.0):
-            with contextlib.suppress(RuntimeError):  # no store: in the end, or we end with it
-                if world.store.check(["failed"]):
-                    leave(f"ended at {traceback.extract_stack(sys._current_frames()[main])[-1]}")
-
-    watcher = threading.Thread(target=watch, args=[threading.get_ident()], daemon=True)
+    A rank that fails says why, and ends at once. sys.exit(0) inside is no failure.
+    """
     try:
-        if world.store is not None:
-            watcher.start()
         yield
-        sum_over_ranks(torch.zeros(1))  # one that leaves early can abort one in a collective
     except BaseException as error:
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises, if a worker was killed
-            # What the user can mend is told in a line: SystemExit, or what the system refuses.
-            mistake = isinstance(error, SystemExit) and isinstance(error.code, str)
-            mistake = mistake or isinstance(error, OSError) and error.errno
-            if world.store is not None:
-                leave(str(error) if mistake else f"{error!r:.200}\n{traceback.format_exc()}")
-            raise SystemExit(f"{SCRIPT}: error: {error}") if mistake else error
-        finally:
-            if world.store is not None:
-                os._exit(1)
-    if world.store is not None:
-        finished.set()
-        watcher.join()
-        gc.collect()  # DDP is in reference cycles, and holds the group
-        time.sleep(0.1)  # torch 2.6 hangs if gloo's thread is still freeing a tensor
+        orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not orderly:
+            end_at_once(world, error)
+        # The frames of the traceback hold DDP, which holds the group.
+        traceback.clear_frames(error.__traceback__)
+        leave_group(world)
+        raise
+    leave_group(world)
+
+
+def leave_group(world):
+    """The orderly end. All ranks call it."""
+    try:
+        barrier()  # a rank that leaves early may break a collective of the others
+    except RuntimeError as error:
+        end_at_once(world, error)
+    kill_loading_processes()
+    # DDP holds the group, and reference cycles may hold DDP: free it first.
+    gc.collect()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def gather(value):
-    """[value of rank 0, value of rank 1, ...] on every rank. All ranks call it."""
-    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
+def end_at_once(world, error):
+    """The end of a rank that has failed. The others fail in their next collective.
+
+    It must not leave in the ordinary way: destroy_process_group() and the exit of the
+    interpreter may wait for the other ranks, and these wait for this one.
+    """
+    reason = traceback.format_exc()
+    if isinstance(error, SystemExit):
+        reason = error.code  # the user made a mistake: one line is enough
+    message = str(error).lower()
+    if dist.is_initialized() and isinstance(error, RuntimeError):
+        if "by peer" in message or "broken pipe" in message:
+            reason = "another rank has ended; its own message says why"
+        elif "timeout" in message or "timed out" in message:
+            reason += "Perhaps another rank did not answer within --timeout seconds"
+    with contextlib.suppress(OSError):  # os._exit() would lose what was printed
+        sys.stdout.flush()
+    say(f"error: rank {world.rank}: {reason}", output=2)
+    kill_loading_processes()
+    os._exit(1)
+
+
+def kill_loading_processes():
+    """They ignore SIGTERM, see start_worker(): a busy one would delay our exit."""
+    # torch has set a handler that raises an error when a loading process was killed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def all_gather(value):
+    """[value of rank 0, value of rank 1, ...]. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
-def sum_over_ranks(tensor):
-    """Sum a CPU tensor over all ranks, in place, and return it. All ranks call it."""
+def all_reduce_sum(value):
+    """The sum of a number or tensor over all ranks: float64, on the CPU.
+
+    All ranks call it, with the same shape. The value itself does not change.
+    """
+    # If a rank is missing, gloo raises an error here. Without this barrier .cpu() would
+    # wait for the GPU, and the GPU for the missing rank.
+    barrier()
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    total = torch.as_tensor(value, dtype=torch.float64).clone()
     if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
+        dist.all_reduce(total)
+    return total
+
+
+def barrier():
+    """All ranks call it, and wait for all. (dist.barrier() waits for the GPU, too.)"""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
+
+
+def share_buffers(model):
+    """Give all ranks the buffers of rank 0, such as the running means of batch norm.
+
+    All ranks call it. Each rank has changed its own in its last step.
+    """
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def check_alike(facts):
-    """Ranks that differ would hang, or train nonsense: compare a dict. All ranks call it."""
-    (home, wanted), *others = gather((socket.gethostname(), facts))
-    for rank, (host, theirs) in enumerate(others, 1):
-        for k in wanted | theirs:
-            if (a := theirs.get(k)) != (b := wanted.get(k)):
-                sys.exit(f"{k} is {a} on rank {rank} ({host}), {b} on rank 0 ({home})")
+    """End all ranks if their {name: value} differ: they would hang, or train nonsense.
+
+    All ranks call it.
+    """
+    everyone = all_gather((socket.gethostname(), facts))
+    host0, facts0 = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        for name in sorted(facts0.keys() | other.keys()):
+            value, value0 = other.get(name), facts0.get(name)
+            if value != value0:
+                here = f"{value} on rank {rank} ({host})"
+                sys.exit(f"{name} is {here}, but {value0} on rank 0 ({host0})")
 
 
 class StopSignal:
-    """stop() is 0, or the signal that a rank had got at the call before: the same on all ranks.
-    All ranks call it equally often; its all-reduce runs while they train, on no GPU."""
+    """stop() tells whether any rank has got SIGTERM, SIGINT (Ctrl-C) or SIGUSR1.
+
+    All ranks call stop(), equally often: a rank that calls it alone waits for the
+    others. All get the same answer at the same call, so all stop at the same step.
+    """
+
+    NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
     def __init__(self):
-        self.signum, self.answer, self.flag, self.wait = 0, 0, torch.tensor([0]), lambda: None
-        for s in SIGNALS:
-            signal.signal(s, lambda signum, frame: setattr(self, "signum", int(signum)))
+        self.received = 0  # the signal that this rank has got
+        self.received_at = 0.0
+        self.agreed = 0  # the signal that all ranks know of
+        self.work = None  # the all-reduce that is under way
+        self.flag = None  # the tensor of this all-reduce
+        for number in self.NUMBERS:
+            signal.signal(number, self.remember)
+
+    def remember(self, number, frame):
+        if self.received == 0:
+            self.received = int(number)
+            self.received_at = time.monotonic()
+        elif number == self.received == signal.SIGINT:
+            # A second Ctrl-C: end at once. But one Ctrl-C may arrive twice, from the
+            # terminal and from torchrun. So ignore what comes within a second.
+            if time.monotonic() - self.received_at > 1:
+                os._exit(128 + number)
 
     def __call__(self):
+        """The number of the signal, or 0. All ranks call it.
+
+        An answer takes a moment, and nobody should wait for it. So each call asks the
+        other ranks, and their answer comes out of the next call, one step later.
+        """
         if not dist.is_initialized():
-            self.answer = self.signum
-        elif not self.answer:  # once there is one, it stays, and no rank asks again
-            self.wait()
-            self.answer, self.flag = int(self.flag), torch.tensor([self.signum])
-            self.wait = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True).wait
-        return self.answer
+            self.agreed = self.received
+            return self.agreed
+        if self.work is not None:
+            self.work.wait()
+            self.agreed = self.flag.item()
+        if self.agreed == 0:
+            self.flag = torch.tensor(self.received)
+            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+        return self.agreed
 
     def exit(self):
-        """Last of all. 128 + signal, as in a shell; torchrun would then start the job again: 0."""
-        if self.answer and "TORCHELASTIC_RUN_ID" not in os.environ:
-            sys.exit(128 + self.answer)
+        """Call it last. If there was a signal, the exit code is 128 + its number.
+
+        Under torchrun it is 0: after any other code torchrun may start the ranks again.
+        """
+        if self.agreed and "TORCHELASTIC_RUN_ID" not in os.environ:
+            sys.exit(128 + self.agreed)
 
 
-# ---- DATA FOR EACH RANK ----
+# ---- BATCHES -------------------------------------------------------------------------
 class ResumableSampler(DistributedSampler):
-    """DistributedSampler that shuffles, and can start anywhere in an epoch, at any world size.
-    The order of an epoch depends on seed and epoch alone; from `start` on, rank r takes every W-th
-    sample from the r-th. All get equally many, by repeats at the end: see real_batches."""
+    """A DistributedSampler that can start anywhere in an epoch, on any number of ranks.
 
-    start = 0
+    Seed and epoch alone decide the order of the samples. The ranks take turns: with 7
+    samples and 2 ranks, these places of the order go to
+
+        rank 0:  0 2 4 6
+        rank 1:  1 3 5 0
+
+    The last 0 is a filler: all ranks must take equally many steps. See real_batches().
+    """
+
+    def __init__(self, dataset, world, seed=0):
+        if not hasattr(dataset, "__len__"):
+            raise TypeError("ResumableSampler needs a dataset that has a length")
+        super().__init__(dataset, world.size, world.rank, seed=seed)
+        self.worker_seeds = torch.Generator()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch, start=0):
-        super().set_epoch(epoch)
+        """All ranks call it before each epoch.
+
+        start: how many samples of the epoch are done, by all ranks together.
+        """
+        self.epoch = epoch
         self.start = start
+        # DistributedSampler's __len__ returns this: how many samples this rank takes.
         self.num_samples = math.ceil((len(self.dataset) - start) / self.num_replicas)
+        # make_loader() gives this generator to torch, to seed the loading processes.
+        self.worker_seeds.manual_seed(hash((self.seed, epoch, start, self.rank)))
 
     def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         n = len(self.dataset)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        mine = self.start + self.rank + self.num_replicas * torch.arange(len(self))
-        return iter(order[mine % n].tolist())
+        order = torch.randperm(n, generator=generator)
+        places = torch.arange(self.num_samples) * self.num_replicas
+        places += self.start + self.rank
+        return iter(order[places % n].tolist())
 
 
 def make_loader(dataset, batch_size, world, seed=0, workers=0):
-    if workers:  # they ignore the SIGTERM of Python's exit, which waits; torch's SIGCHLD raises
-        Finalize(None, lambda: [p.kill() for p in active_children() if p.daemon], exitpriority=0)
-        Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=1)  # first
+    """A DataLoader for real_batches(). workers: loading processes of this rank."""
+    sampler = ResumableSampler(dataset, world, seed)
     return DataLoader(
         dataset,
         batch_size,
-        sampler=ResumableSampler(dataset, world.size, world.rank, seed=seed),
-        collate_fn=getattr(dataset, "collate", None),
+        sampler=sampler,
         pin_memory=world.device.type == "cuda",
         num_workers=workers,
-        persistent_workers=workers > 0,
-        multiprocessing_context="fork" if workers else None,  # they share the mapped data
-        worker_init_fn=lambda _: [signal.signal(s, signal.SIG_IGN) for s in SIGNALS],  # end with us
-        generator=torch.Generator().manual_seed(world.rank),  # seeds the workers, by rank
+        # Forked processes share the data in memory with their rank.
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=start_worker,
+        generator=sampler.worker_seeds,
     )
 
 
+def start_worker(number):
+    """The first thing that a loading process does."""
+    # A stop signal reaches it, too. But its rank needs it until the rank has saved.
+    for stop_signal in StopSignal.NUMBERS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    # If its rank is killed it must end, too: as its copy, it holds memory of the GPU.
+    die_with_parent()
+
+
 def real_batches(loader, device):
-    """(x, y, ..., rows, total): a batch on the device, without the sampler's repeats; the number of
-    its samples, and that of the batches of all ranks at once. In training a mean loss counts with
-    rows * world.size / total. Who has none left while others have gets a repeat, and rows 0."""
-    if loader.num_workers and loader._iterator is None:
-        time.sleep(0.1)  # before Python 3.12 a fork hangs if gloo's thread is freeing a tensor
-    s, size = loader.sampler, loader.batch_size
-    start, n, world = getattr(s, "start", 0), len(s.dataset), s.num_replicas
-    for at, batch in zip(range(start, n, world * size), loader):
-        rows = len(range(at + s.rank, n, world)[:size])
-        batch = (t[: max(1, rows)].to(device, non_blocking=True) for t in batch)
-        yield *batch, rows, min(world * size, n - at)
+    """Yield (batch, real, total). Each sample of the data set is counted once.
+
+    batch: what the loader gives, on the device. Tuples become lists.
+    real: how many samples of it count. 0 if this rank has no sample left, but others
+        have: then the batch has one sample as a filler, so that this rank can join in.
+    total: the sum of `real` over all ranks.
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, ResumableSampler) or loader.drop_last:
+        raise TypeError(
+            "real_batches() needs a loader of make_loader(), or a DataLoader with "
+            "sampler=ResumableSampler(dataset, world), and without drop_last"
+        )
+    ranks = sampler.num_replicas
+    place = sampler.start  # in the epoch, where the next batches of all ranks begin
+    for batch in loader:
+        total = min(loader.batch_size * ranks, len(sampler.dataset) - place)
+        # The sampler gave each rank equally many: on some ranks the last is a filler.
+        loaded = math.ceil(total / ranks)
+        # Of the places 0 to total - 1 this rank has rank, rank + ranks, and so on.
+        real = math.ceil((total - sampler.rank) / ranks)
+        yield take(batch, loaded, max(1, real), device), real, total
+        place += total
 
 
-def seed_step(seed, step, rank):
-    """Dropout differs by rank and step, and a resumed step draws what it drew: nothing to save."""
-    rng = torch if torch.accelerator.is_available() else torch.default_generator  # CPU: 50 x faster
-    rng.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+def take(batch, loaded, kept, device):
+    """The first `kept` of the `loaded` samples of a batch, on the device."""
+    if isinstance(batch, torch.Tensor) and batch.shape[:1] == (loaded,):
+        return batch[:kept].to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: take(batch[key], loaded, kept, device) for key in batch}
+    if isinstance(batch, (tuple, list)):
+        return [take(value, loaded, kept, device) for value in batch]
+    found = getattr(batch, "shape", batch)
+    raise TypeError(
+        f"a batch of {loaded} samples has {type(batch).__name__} {found!r:.50}: it "
+        f"must be of tensors with {loaded} rows, in tuples, lists or dicts"
+    )
 
 
-def local_gradients(ddp, more):
-    """A context: no all-reduce while `more` micro-batches of the step come. Also without DDP."""
-    return ddp.no_sync() if more and hasattr(ddp, "no_sync") else contextlib.nullcontext()
+def seed_step(seed, step, rank, device):
+    """Each rank and step has its own dropout, and after a resume the same as before."""
+    number = hash((seed, step, rank))  # of numbers, so it is the same in each process
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number)
 
 
-def evaluate(model, loader, device, score, stop=lambda: 0):
-    """The sum of score(model, x, y, ...), a tensor, over each sample once: float64, on the CPU.
-    All ranks call it, with the bare module: no collective waits. Ends early if stop() is not 0."""
-    for buffer in model.buffers() if dist.is_initialized() else ():
-        if buffer.is_floating_point():  # the running means of batch norm: rank 0's are saved
-            dist.broadcast(buffer, 0)
-    sums, modes = [], [(m, m.training) for m in model.modules()]  # some may be frozen
-    model.eval()
-    with torch.no_grad():
-        for *batch, rows, _ in real_batches(loader, device):
-            sums.append(score(model, *batch) * min(1, rows))
-            if stop():
-                break
-    _ = [m.train(mode) for m, mode in modes]
-    return sum_over_ranks(torch.stack(sums).cpu().double().sum(0))
-
-
-# ---- CHECKPOINT ----
+# ---- CHECKPOINT ----------------------------------------------------------------------
 class Checkpoint:
-    """checkpoint.pt and the one before it, in a folder that one run has for itself.
-    `parts`: what is saved and loaded, by name: whatever has state_dict() and load_state_dict().
-    `run`: plain values, by name, in which a run and its checkpoint are alike. All ranks make it."""
+    """checkpoint.pt, and the one before it, in a folder. All ranks construct it.
 
-    def __init__(self, folder, parts, run=None):
-        self.path, self.previous = (Path(folder, f"checkpoint{x}.pt") for x in ("", ".prev"))
-        self.parts, self.run, self.buffers = parts, run or {}, {}
-        self.thread, self.saved = ThreadPoolExecutor(1), None
+    parts: {name: anything with state_dict() and load_state_dict()}.
+    facts: {name: value} in which a run and its checkpoint must be alike.
+    """
+
+    def __init__(self, folder, parts, facts=None):
+        self.path = Path(folder) / "checkpoint.pt"
+        self.previous = Path(folder) / "checkpoint.prev.pt"
+        self.parts = parts
+        self.facts = facts or {}
+        # Is checkpoint.pt known to be good? Only then save() keeps it as `previous`.
+        self.path_is_intact = False
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if self.rank == 0:  # lock it until this process ends
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0:
+                # The lock is held as long as this object lives.
                 self.lock = open(self.path.with_name(".lock"), "a")
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.exit(f"--out {folder} is in use by another run: wait for it, or use another one")
-
-    def resume(self):
-        """Load the newest intact checkpoint of all machines; its plain values, {} if there is none.
-        All ranks call it. SystemExit if all are damaged, or it is of another run or other parts."""
-        # The first rank with a folder reads for all that have it: one machine, one read, one copy.
-        folders = gather((socket.gethostname(), *os.stat(self.path.parent)[1:3]))  # inode, device
-        readers = [folders.index(f) for f in folders]
-        reader = readers[self.rank]
-        found = self.newest() if reader == self.rank else (-1, None, "")
-        steps, paths, damaged = zip(*gather(found))
-        step, source = max(steps), steps.index(max(steps))
-        if step < 0 and any(damaged):
-            sys.exit(f"{max(damaged)}: nothing to go on from, use another --out")
-        if step < 0:
-            return {}
-        if problem := damaged[self.rank]:
-            print(f"warning: {problem}: going on from {paths[source]}", file=sys.stderr)
-            with contextlib.suppress(FileNotFoundError):  # or it would be the one before the next
-                os.replace(self.path, self.path.with_suffix(".damaged"))
-        if lacks := [r for r in readers if steps[r] < step]:
-            pieces = self.pieces(paths[source], source)
-            self.replace(lambda f: f.writelines(pieces)) if self.rank in lacks else deque(pieces, 0)
-            dist.all_reduce(torch.zeros(1))  # now it is there, for all ranks of a machine
-        path = self.path if reader in lacks else paths[reader]
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if missing := [repr(name) for name in self.parts if name not in state]:
-            sys.exit(f"{path} has no {missing[0]}, it has {', '.join(state)}: use another --out")
-        for k, v in self.run.items():
-            if (old := state["run"].get(k)) != v:
-                sys.exit(f"{path} is of a run with {k} {old}, this one has {v}: use another --out")
-        for name, part in self.parts.items():
-            try:  # what a GradScaler saved without fp16 is empty
-                part.load_state_dict(part.state_dict() if state[name] == {} else state[name])
-            except (RuntimeError, ValueError) as e:  # torch says what differs
-                sys.exit(f"{path} does not fit {name!r}, use another --out: {e!r:.300}")
-        return state
-
-    def newest(self):
-        """(step, path, what is wrong with another) of the newest intact file; step -1: none."""
-        problem = ""
-        for path in [p for p in (self.path, self.previous) if p.is_symlink() or p.exists()]:
-            try:
-                with zipfile.ZipFile(path) as z:  # torch.load checks neither CRC-32 nor "directory"
-                    if z.testzip() or any(i.external_attr for i in z.infolist()):
-                        raise ValueError("a checksum or an attribute is wrong")
-                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                return int(state["step"]), path, problem
-            except Exception as e:  # whatever a damaged file makes zipfile, pickle and torch raise
-                problem = f"rank {self.rank}: {path} is damaged or not a checkpoint ({e!r:.99})"
-        return -1, None, problem
-
-    def pieces(self, path, source):
-        """Broadcast a file of rank `source`, piece by piece, and yield them. All ranks call it."""
-        size = gather(path.stat().st_size if self.rank == source else 0)[source]
-        with open(path if self.rank == source else os.devnull, "rb") as f:
-            for start in range(0, size, 1 << 24):
-                piece = torch.empty(min(1 << 24, size - start), dtype=torch.uint8)
-                f.readinto(piece.numpy())
-                dist.broadcast(piece, source)
-                yield piece.numpy()
-
-    def replace(self, fill):
-        """fill(a new file), flush to the disk, rename: there is a checkpoint.pt at any moment."""
-        beside = self.path.with_suffix(".tmp")
-        with open(beside, "wb") as f:
-            fill(f)
-            f.flush()
-            os.fsync(f.fileno())
-        torch.load(beside, mmap=True, weights_only=True)  # what nobody can load replaces nothing
-        if self.path.exists():
-            self.previous.unlink(missing_ok=True)
-            try:
-                os.link(self.path, self.previous)  # a second name for it
-            except OSError:  # a file system without links
-                os.replace(self.path, self.previous)
-        os.replace(beside, self.path)
+            sys.exit(f"the folder {folder} is in use by another run")
+        except OSError as error:
+            sys.exit(f"the folder {folder}: {error}")
 
     def save(self, step, **values):
-        """Copy the state of the parts now, write it while training goes on. Rank 0 calls it.
-        `values`: plain ones, or tensors. SystemExit if the save before it failed."""
-        self.wait()
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
-        state = dict(**parts, **values, run=self.run, step=step)  # TypeError: a name twice
-        copies, kept, self.buffers = {}, self.buffers, {}
-        for i, t in enumerate(torch.utils._pytree.tree_leaves(state)):
-            if isinstance(t, torch.Tensor):  # buffers are kept: pinned memory is slow to get
-                if (key := (i, t.shape, t.dtype)) not in kept:
-                    kept[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                copies[id(t)] = self.buffers[key] = kept[key].copy_(t.detach())
-        state = copy.deepcopy(state, copies)  # all else, too: names, versions of modules
-        self.saved = self.thread.submit(self.replace, lambda f: torch.save(state, f))
+        """Write all parts, the step, and other plain values. Rank 0 alone calls it.
 
-    def wait(self):
-        """Wait until the last save is on the disk. SystemExit if it failed. Rank 0 calls it."""
-        if self.saved and (error := self.saved.exception()):
-            self.path.with_suffix(".tmp").unlink(missing_ok=True)
-            sys.exit(f"cannot save {self.path}: {error}; the checkpoint before it is intact")
+        The new file is written beside the old one, and then gets its name. So at any
+        moment there is a whole checkpoint. SystemExit if it cannot be saved.
+        """
+        if self.rank != 0:
+            sys.exit("Checkpoint.save() is for rank 0 alone: if world.rank == 0: ...")
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        file_id = os.urandom(8).hex()  # tells apart two files of one step
+        # dict() raises a TypeError if a name comes twice.
+        content = dict(**states, **values, step=step, facts=self.facts, file_id=file_id)
+        beside = self.path.with_suffix(".tmp")
+        try:
+            with open(beside, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            # A file that resume() cannot load must not replace one that it can.
+            torch.load(beside, "cpu", mmap=True, weights_only=True)
+            if self.path_is_intact:  # a damaged file must not replace a good one
+                os.replace(self.path, self.previous)
+            os.replace(beside, self.path)
+        except Exception as error:  # of the disk, or of a value that is not plain
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            reason = f"{error!r:.300}"
+            sys.exit(f"cannot save {self.path}: {reason}; earlier files are intact")
+        self.path_is_intact = True
+
+    def resume(self):
+        """Load the newest checkpoint that any rank finds. All ranks call it.
+
+        Returns its plain values, or {} if there is none. SystemExit if all files are
+        damaged, or the checkpoint is of another run.
+        """
+        content, path, problem = self.find_newest()
+        found = all_gather((content.get("step", -1), content.get("file_id", "")))
+        problems = [text for text in all_gather(problem) if text]
+        newest = max(found)  # the highest step; if two files have it, one of them
+        if newest[0] < 0:
+            if problems:
+                sys.exit(f"{problems[0]}: nothing to go on from, use another folder")
+            return {}
+        if len(set(found)) > 1:
+            # Without a shared disk the nodes may have different files, or none. Rank
+            # `source` reads the newest, and sends its bytes to all ranks.
+            source = found.index(newest)
+            file_bytes = [path.read_bytes() if self.rank == source else None]
+            dist.broadcast_object_list(file_bytes, source)
+            content = torch.load(io.BytesIO(file_bytes[0]), "cpu", weights_only=True)
+        where = f"the checkpoint in {self.path.parent}"
+        for name, value in self.facts.items():
+            old = content["facts"].get(name)
+            if old != value:
+                sys.exit(f"{where} has {name} {old}, not {value}: use another folder")
+        for name, part in self.parts.items():
+            if name not in content:
+                sys.exit(f"{where} has no {name!r}: use another folder")
+            saved = content.pop(name)
+            if isinstance(part, torch.amp.GradScaler) and saved == {}:
+                continue  # it was not in use
+            try:
+                part.load_state_dict(saved)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, KeyError) as error:
+                sys.exit(f"{where} does not fit {name!r}: {error!r:.300}")
+        if self.rank == 0:
+            say(f"going on from step {content['step']}: {where}")
+        return content
+
+    def find_newest(self):
+        """(content, path, problem) of the newest intact file that this rank can read.
+
+        Without one: ({}, None, problem). problem: what is wrong with a damaged file.
+        """
+        problem = ""
+        for path in (self.path, self.previous):
+            if not path.exists():
+                continue
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    # torch.load() does not compare the checksums, so we do.
+                    damaged_name = archive.testzip()
+                    # torch.save() leaves this attribute 0. A flipped bit there may mean
+                    # "a folder", for which torch.load() would return garbage.
+                    marked = [file for file in archive.infolist() if file.external_attr]
+                if damaged_name or marked:
+                    raise ValueError("a checksum or an attribute is wrong")
+                content = torch.load(path, "cpu", mmap=True, weights_only=True)
+                if not {"step", "file_id", "facts"} <= content.keys():
+                    raise ValueError("it is another kind of file")
+            except Exception as error:  # zipfile, pickle and torch raise all kinds
+                problem = f"{path} is damaged or not a checkpoint: {error!r:.100}"
+                say(f"warning: {problem}")
+                continue
+            self.path_is_intact = path == self.path
+            return content, path, problem
+        return {}, None, problem
 
 
-# ---- TRAINING ----
+# ---- LOG -----------------------------------------------------------------------------
 class Log:
-    """Lines, or a bar at a terminal, metrics.jsonl, and TensorBoard if installed. On rank 0."""
+    """Lines, metrics.jsonl, and TensorBoard if it is installed.
 
-    def __init__(self, rank, folder, step, total):
-        self.rank, self.path, self.first = rank, Path(folder, "metrics.jsonl"), step
+    All ranks call it. It works on rank 0, and does nothing on the others.
+    """
+
+    def __init__(self, rank, folder, step, samples, goal):
+        """samples: how many are done. goal: how many will be done at the end."""
+        self.rank = rank
         if rank != 0:
             return
-        self.bar = tqdm(total=total, initial=step, disable=None if sys.stdout.isatty() else True)
-        self.board, self.began, kept = None, time.time(), 0
-        self.path.touch()  # what was logged after `step` will be trained again
-        for m in re.finditer(rb'{"step": (\d+), (.*"lr": )?.*}\n', self.path.read_bytes()):
-            kept = m.end() if int(m[1]) < step + bool(m[2]) else kept
-        os.truncate(self.path, kept)
+        self.path = Path(folder) / "metrics.jsonl"
+        self.first_samples = samples
+        self.goal = goal
+        self.began = time.monotonic()
+        self.board = None
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(Path(folder, "tensorboard"), purge_step=step)
+            self.board = SummaryWriter(f"{folder}/tensorboard", purge_step=step)
 
-    def write(self, step, **values):
-        """Numbers of this step, by name. OSError if they cannot be written."""
+    def write(self, step, samples, **values):
+        """values: {name: number}. To use another logger, call it here."""
         if self.rank != 0:
             return
-        with open(self.path, "a") as f:
-            f.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
-        words = [f"{v:,.0f} {k}" if "/" in k else f"{k} {v:.4g}" for k, v in values.items()]
-        left = (time.time() - self.began) / max(1, step - self.first) * (self.bar.total - step)
-        left = "{:02d}:{:02d} left".format(*divmod(max(0, int(left)), 60))
-        self.say("  ".join([f"step {step}/{self.bar.total}", *words, left]))
-        self.bar.update(step - self.bar.n)
+        record = {"step": step}
+        for name, value in values.items():
+            record[name] = value
+            if not math.isfinite(value):
+                record[name] = None  # JSON has no infinity
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+            if self.board is not None:
+                for name, value in values.items():
+                    self.board.add_scalar(name, value, step)
+        except OSError as error:
+            sys.exit(f"cannot write {self.path}: {error}")
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self.say(f"step {step}  {numbers}  {self.time_left(samples)} left")
+
+    def time_left(self, samples):
+        seconds = time.monotonic() - self.began
+        seconds_per_sample = seconds / max(1, samples - self.first_samples)
+        samples_left = max(0, self.goal - samples)
+        return datetime.timedelta(seconds=round(seconds_per_sample * samples_left))
 
     def say(self, line):
-        """Print. Its reader may be gone (Ctrl-C ends a `| tee`, too): the run must still save."""
-        with contextlib.suppress(OSError):
-            if self.rank == 0:
-                os.write(1, f"{line}\n".encode()) if self.bar.disable else self.bar.write(line)
+        if self.rank == 0:
+            say(line)
 
 
-def train(args, world, stop):
-    """The whole run, from the data to the last checkpoint. All ranks call it."""
-    device = world.device
-    train_set, val_set, checksum = load_data(args)
-    n, per_step = len(train_set), world.size * args.batch_size * args.accum
-    options = {"--" + k.replace("_", "-"): v for k, v in vars(args).items() if k not in MAY_DIFFER}
-    run = {k: options[k] for k in ("--seed", *SHAPE)} | {"data of CRC-32": checksum}
-    program = zlib.crc32(Path(__file__).read_bytes())
-    check_alike({"torch": torch.__version__, "program of CRC-32": program, **options, **run})
-    loader = make_loader(train_set, args.batch_size, world, args.seed, args.workers)
-    val_loader = make_loader(val_set, args.batch_size, world, args.seed, args.workers)
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = build_model(args).to(device)
-    if args.sync_bn and device.type == "cpu":
-        sys.exit("--sync-bn: torch's SyncBatchNorm has no CPU kernel")
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
-    ddp = model
-    if dist.is_initialized():
-        ddp = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, find_unused_parameters=False, static_graph=False
-        )
-        # After its first backward pass DDP lays out its buckets anew, and three ranks or more sum
-        # in another order: have that behind us, in each run, resumed or not.
-        buffers = [b.clone() for b in model.buffers()]  # batch norm's, say
-        x, y = next(iter(DataLoader(train_set, 2, collate_fn=loader.collate_fn)))
-        loss_fn(ddp(x.to(device)), y.to(device)).backward()
-        _ = [b.copy_(was) for b, was in zip(model.buffers(), buffers)]
-        model.zero_grad()
-    runner = torch.compile(ddp) if args.compile else ddp
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.precision)
-    amp = torch.autocast(device.type, dtype, enabled=dtype is not None)
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    checkpoint = Checkpoint(args.out, parts, run)
-    state = checkpoint.resume()
-    # Done by all ranks together: optimizer steps, epochs, samples of the epoch that runs.
-    step, epoch, samples = start = [state.get(k, 0) for k in ("step", "epoch", "samples")]
-    later = (max(args.epochs, epoch) - epoch - 1) * math.ceil(n / per_step)
-    total = min(step + math.ceil((n - samples) / per_step) + later, args.max_steps or math.inf)
-    peak = args.lr * (world.size if args.scale_lr else 1)
-    nodes, accum = len(set(gather(socket.gethostname()))), args.accum
-    place = f"{world.size} process(es) on {nodes} node(s), {device.type}, {args.precision}"
-    size = f"{per_step} samples = {world.size} x {args.batch_size} x accum {accum}, lr {peak:g}"
-    log = Log(world.rank, args.out, step, total)
-    log.say(f"{place}: {size}; {'going on from' if step else 'from'} step {step} to {total}")
+def say(line, output=1):
+    """Print a line at once, even into a file. It is no error if nobody reads it.
 
-    batches, losses, seen, lr, norm = None, [], 0, 0.0, 0.0
-    saved, since = step, time.perf_counter()
-    while True:
-        # ---- Between two steps: what is due.
-        stopping, done = stop(), step >= total
-        evaluating = step and (done or samples == 0 or step % (args.eval_every or total) == 0)
-        saving = step > saved and (evaluating or stopping or step % args.save_every == 0)
-        if losses and (saving or step % args.log_every == 0):  # waits for the GPU
-            sums = sum_over_ranks(torch.stack(losses).cpu().double())
-            if not sums.isfinite().all() or scaler.get_scale() < 1e-25:  # halved a hundred times
-                gather(checkpoint.wait())  # nobody ends the others while rank 0 writes
-                bad = step - len(sums) + 1 + int(sums.isfinite().int().argmin())
-                sys.exit(f"loss or gradient not finite at step {bad}, saved is {saved}: lower --lr")
-            rate = {f"{UNIT}/s": seen * y[0].numel() / (time.perf_counter() - since)}
-            log.write(step, loss=float(sums.sum()) / seen, lr=lr, grad_norm=float(norm), **rate)
-            losses, seen, since = [], 0, time.perf_counter()
-        if saving:
-            saved = step
-            if world.rank == 0:
-                checkpoint.save(step, epoch=epoch, samples=samples, args=vars(args))
-        if evaluating and not stopping:
-            means = evaluate(model, val_loader, device, amp(score), stop).view(-1) / len(val_set)
-            if stop.answer:
-                continue  # the steps are saved; the next start evaluates
-            log.write(step, **dict(zip(SCORES, means.tolist(), strict=True)))
-            since = time.perf_counter()
-        if done or stopping:
-            break
-
-        # ---- One optimizer step.
-        if batches is None:  # a new epoch, or the rest of one
-            loader.sampler.set_epoch(epoch, samples)
-            batches = real_batches(loader, device)
-        seed_step(args.seed, step, world.rank)
-        lr = peak * min(1, (step + 1) / max(1, args.warmup_steps))
-        lr *= (1 + math.cos(math.pi * step / total)) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        now = min(per_step, n - samples)  # the last step of an epoch may have fewer
-        step_loss = 0.0
-        for left in reversed(range(math.ceil(now / (world.size * args.batch_size)))):
-            x, y, rows, _ = next(batches)
-            with local_gradients(ddp, left), amp:  # another size of batch would be compiled anew
-                loss = loss_fn((runner if rows == args.batch_size else ddp)(x), y) * rows
-                scaler.scale(loss * (world.size / now)).backward()  # DDP divides by world.size
-            step_loss = step_loss + loss.detach().float()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(step_loss + (0.0 if scaler.is_enabled() else 0 * norm))  # NaN if the norm is
-        step, samples, seen = step + 1, samples + now, seen + now
-        if step == start[0] + 1 and dist.is_initialized():  # all have compiled
-            _set_pg_timeout(datetime.timedelta(seconds=args.timeout))
-        if samples == n:  # counted before it is saved, or it would be trained again
-            epoch, samples, batches = epoch + 1, 0, None
-
-    checkpoint.wait()
-    how = f"stopped by signal {stopping}, the same command goes on" if stopping else "done"
-    log.say(f"{how}: step {step}; {checkpoint.path} has {saved}; more --epochs make it longer")
-
-
-def main(argv):
-    """Train as the command line says. SystemExit after a failure or a stop."""
-    args = parse_args(argv)
-    if args.spawn and "RANK" not in os.environ:  # become the torchrun that starts this again
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.spawn)))
-        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-        torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.spawn}"
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until all are there: nothing is lost yet
-    world = init_distributed(args.device, args.backend, args.init_method, args.timeout)
-    with process_group(world):
-        train(args, world, stop := StopSignal())
-    stop.exit()
+    output: 1 is stdout, 2 is stderr.
+    Ctrl-C at `... | tee log` ends tee, too, but the run must go on until it has saved.
+    print() would keep what it cannot write, and fail again when the interpreter exits.
+    """
+    with contextlib.suppress(OSError):
+        os.write(output, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

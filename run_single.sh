@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
-# All GPUs of this machine, or NPROC processes (default 1) on the CPU where there is none.
-#   ./run_single.sh --epochs 3          NPROC=2 ./run_single.sh --device cpu
-# NPROC with GPUs: so many processes, a GPU each. All arguments go to ddp_train.py.
-set -euo pipefail
+# Train on this machine: one process for each GPU, or one process if there is no GPU.
+#   ./run_single.sh --epochs 3
+# NPROC is another number of processes. On the CPU, two of them:
+#   NPROC=2 ./run_single.sh --device cpu
+# All arguments go to ddp_train.py.
+set -e
 fail() { echo "run_single.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")
 PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}
-case "${NPROC:-1}" in *[!0-9]* | 0*) fail "NPROC=$NPROC: give a number of processes" ;; esac
+case ${NPROC:-1} in
+  *[!0-9]* | 0*) fail "NPROC=$NPROC: give a number of processes, 1 or more" ;;
+esac
+
 case " $* " in
-  *" --device cpu "* | *" --device=cpu "*) gpus=0 ;;
-  *) gpus=$("$PYTHON" -c 'import torch # several processes cannot use MPS
-print(0 if torch.backends.mps.is_available() else torch.accelerator.device_count())') ;;
+  *" --device cpu "* | *" --device=cpu "*)
+    gpus=0
+    ;;
+  *)
+    # Several processes cannot share Apple's GPU (MPS). They train on the CPU.
+    gpus=$("$PYTHON" -c 'import torch
+print(0 if torch.backends.mps.is_available() else torch.accelerator.device_count())')
+    ;;
 esac
 if [ "$gpus" -gt 0 ]; then
-  nproc=${NPROC:-$gpus}
-  [ "$nproc" -le "$gpus" ] ||
-    fail "$nproc processes need $nproc GPUs, this machine has $gpus: set NPROC=$gpus, or pass --device cpu"
+  processes=${NPROC:-$gpus}
+  [ "$processes" -le "$gpus" ] ||
+    fail "NPROC=$NPROC, but there are $gpus GPUs: take fewer, or give --device cpu"
 else
-  nproc=${NPROC:-1}
-  [ -z "${NPROC:-}" ] || echo "run_single.sh: $nproc processes on the CPU"
+  processes=${NPROC:-1}
+  [ -z "$NPROC" ] || echo "run_single.sh: NPROC=$NPROC, on the CPU"
 fi
-[ "$nproc" -eq 1 ] || set -- --spawn "$nproc" "$@" # which gives each a fair share of the CPU's cores
+
+# --spawn starts the processes, and gives each a fair share of the cores.
+if [ "$processes" -gt 1 ]; then
+  set -- --spawn "$processes" "$@"
+fi
 exec "$PYTHON" "$here/ddp_train.py" "$@"

@@ -1,24 +1,23 @@
-"""Tests of ddp_train.py: they start the real thing, break it, and look at what it leaves.
+"""Tests of ddp_train.py: they start the real program, break it, and see what it left.
 
-    pytest test_ddp_train.py                     what needs root, GPUs or a compiler skips elsewhere
-    pytest -n 0 -s -m faults test_ddp_train.py   the long form: many kills, many damaged files
+    pytest test_ddp_train.py                       everything that this machine can run
+    pytest test_ddp_train.py -m "not processes"    the direct tests: some seconds
 
-Each test that fails in the long form prints SEED=..., which repeats it.
+The order is that of the program: model, one step, evaluation, processes, batches,
+checkpoint. Then come whole runs: the same numbers on any number of ranks, every way to
+start, stops and kills, ranks that fail.
 """
 
-import concurrent.futures
 import contextlib
+import ctypes
 import fcntl
+import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
-import random
 import re
-import resource
-import runpy
 import shlex
 import shutil
 import signal
@@ -26,11 +25,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from datetime import timedelta
-from multiprocessing import forkserver, util
+from collections import UserDict
+from multiprocessing import Event
 from pathlib import Path
 from unittest import mock
 
@@ -39,283 +37,355 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.run import get_args_parser
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 import ddp_train
-from ddp_train import Checkpoint, World
+from ddp_train import Checkpoint, StopSignal, World
 
 HERE = Path(__file__).resolve().parent
-SCRIPT, SINGLE, MULTI = (HERE / f for f in ("ddp_train.py", "run_single.sh", "run_multi_node.sh"))
+SCRIPT = HERE / "ddp_train.py"
+DRIVER = HERE / "test_ddp_train.py"  # this file as a program: see driver()
 PYTHON = sys.executable
 LINUX = sys.platform == "linux"
-TINY = (
-    "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32 --batch-size 4 --warmup-steps 3 "
-    "--log-every 1"
-).split()
-LONG = "--epochs 6 --dropout 0.1 --save-every 7 --eval-every 11 --lr 1e-3".split()
-PATIENCE = 300  # seconds: no test depends on it, but one that fails ends
-GPUS = torch.cuda.device_count()
-CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+# A model so small that a step takes milliseconds, on data that few numbers divide.
+TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32".split()
+TINY += "--batch-size 4 --log-every 1".split()
+# No test depends on how fast the machine is. After this many seconds it has failed.
+DEADLINE = 300
+# What a process must not say if it ends with exit code 0.
+UNCLEAN = "terminate called|Traceback|destroy_process_group|core dumped"
 
 
-# ---- Start processes, and leave none ----
-MARK = str(os.getpid())  # in the environment of all that is started here
-
-
-def sweep(is_left):
-    """Kill what carries a mark that is_left, remove its namespaces. Returns the commands."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            mark = re.search(rb"(?:^|\0)DDP_TEST=(\d+)\0", environ.read_bytes())
-            if mark and is_left(mark[1].decode()):
-                found.append(environ.with_name("cmdline").read_text())
-                os.kill(int(environ.parts[2]), signal.SIGKILL)
-    for name in os.listdir("/run/netns") if os.path.isdir("/run/netns") else ():
-        if (mark := re.match(r"ddp-(\d+)-.$", name)) and is_left(mark[1]):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return found
-
-
-def die_with_parent():
-    if LINUX:
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+# ---- Start processes, and leave none -------------------------------------------------
+STARTED = []  # the processes of the test that runs now
 
 
 @pytest.fixture(scope="session", autouse=True)
-def session(tmp_path_factory):
-    """Remove what a suite that was killed left, and at the end whatever is left of this one."""
-    sweep(lambda mark: not os.path.exists(f"/proc/{mark}"))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        die_with_parent()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    os.environ |= {"TMPDIR": tempfile.tempdir, "DDP_TEST": MARK, "PYTHONPATH": path}
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def environment(tmp_path_factory):
+    """What all processes of the tests inherit."""
+    tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
+    for name in list(os.environ):
+        if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")):
+            del os.environ[name]
+    os.environ["TMPDIR"] = tempfile.tempdir
+    os.environ.pop("PYTHONUNBUFFERED", None)  # or what is in a buffer would be seen
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    search = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in search if path)
     torch.set_num_threads(1)
-    yield
-    left = [command for command in sweep(MARK.__eq__) if "multiprocessing" not in command]
-    util._run_finalizers()  # now, as its folder will go with pytest's
-    assert not left, left
-
-
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo", "test_ddp_train"])
-
-
-def die_with_fork_server():  # which ends when the last that holds this file has ended
-    die_with_parent()
-    os.close(forkserver._forkserver._forkserver_alive_fd)
-
-
-def forked(output, command, env):
-    die_with_fork_server()
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(env)
-    torch.set_num_threads(1)  # the fork server has read OMP_NUM_THREADS, maybe another one
-    _ = [os.dup2(output.fileno(), fd) for fd in (1, 2)]
-    output.close()
-    sys.argv = command[1:]
-    ddp_train.SCRIPT = Path(command[1]).name
-    runpy.run_path(command[1], run_name="__main__")
-
-
-class Forked(multiprocessing.context.ForkServerProcess):
-    """`python script ...` with the face of Popen, forked from a process that has imported torch:
-    that saves two seconds of a core. What only the interpreter's exit shows is tested with it."""
-
-    returncode = property(lambda self: self.exitcode)
-    wait = multiprocessing.Process.join
-
-
-RUNNING = []
-
-
-def start(*command, env=None):
-    """A process in a session of its own, of which nothing is left after the test."""
-    env, command = {**os.environ, **(env or {})}, [str(c) for c in command]
-    if LINUX and command[0] == PYTHON and command[1][0] == "/":
-        reading, writing = FORK.Pipe(duplex=False)
-        p = Forked(target=forked, args=(writing, command, env))
-        p.start()
-        writing.close()
-        p.stdout = open(os.dup(reading.fileno()))
-    else:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-        apart = {"start_new_session": True, "preexec_fn": die_with_parent}
-        p = subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, **pipes, **apart)
-    with contextlib.suppress(OSError):  # F_SETPIPE_SZ: what nobody reads blocks soon, so that a
-        fcntl.fcntl(p.stdout, 1031, 4096)  # run cannot end before it is told to
-    RUNNING.append(p)
-    return p
-
-
-def hit(pids, signum):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-
-
-def kill(p):
-    hit([*tree(p.pid), p.pid, -p.pid], signal.SIGKILL)  # -: its process group
+    if LINUX:
+        # A process whose parent has died becomes our child. So we find it, and only it.
+        set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
+def no_process_is_left():
+    """After each test: end what it started, and what that started."""
     yield
-    while RUNNING:
-        p = RUNNING.pop()
-        if p.returncode is None:
-            kill(p)
-            p.wait()
-        p.stdout.close()
+    for process in STARTED:
+        kill(process)
+    for pid in descendants(os.getpid()):
+        send(pid, signal.SIGKILL)
+    STARTED.clear()
 
 
-def finish(p):
-    """The rest of its output, when it has ended."""
-    late = threading.Timer(PATIENCE, kill, [p])
-    late.start()
-    printed = re.sub(r"\[Gloo\] Rank .*\n", "", p.stdout.read())  # what torch 2.9 says of its own
-    p.wait()
-    assert late.is_alive(), f"still running:\n{printed}"
-    late.cancel()
-    return printed
+def kill(process):
+    """Kill a process, and all that it has started."""
+    for pid in [*descendants(process.pid), process.pid]:
+        send(pid, signal.SIGKILL)
+    process.wait()
 
 
-def run(*command, code=0, env=None):
-    printed = finish(p := start(*command, env=env))
-    assert code is None or p.returncode == code, f"exit code {p.returncode}\n{printed}"
-    return printed
+def send(pid, number):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has ended
+        pass
 
 
-def by_hand(world, *command, **env):
-    """`world` processes with the environment that torchrun would make; one without any if it is 1.
-    What is callable in the command is called with the rank."""
-    of = lambda rank: [c(rank) if callable(c) else c for c in command]
-    if world == 1:
-        return [start(PYTHON, *of(0), env=env)]
-    home = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", **home, **env}
-    return [start(PYTHON, *of(r), env={"RANK": str(r), **env}) for r in range(world)]
+def descendants(pid):
+    """The numbers of all children of a process, and of their children (Linux)."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in task.read_text().split()]
+        except OSError:  # the process has just ended
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
+def start(*command, env=None, cwd=None):
+    """Start a command in a session of its own. Its output goes to process.log."""
+    command = [str(word) for word in command]
+    handle, path = tempfile.mkstemp(suffix=".log")
+    with open(handle, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=ddp_train.die_with_parent,
+        )
+    process.log = Path(path)
+    STARTED.append(process)
+    return process
+
+
+def finish(process, code=0):
+    """Wait for its end. Returns its output. code: the exit code that it must have."""
+    try:
+        process.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        fail(f"this still runs after {DEADLINE} s", process)
+    if code is not None and process.returncode != code:
+        fail(f"the exit code is {process.returncode}, not {code}", process)
+    output = process.log.read_text(errors="replace")
+    if code == 0 and re.search(UNCLEAN, output):
+        fail("it is not a clean exit", process)
+    return output
 
 
 def finish_all(processes, code=0):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        outs = list(pool.map(finish, processes))
-    assert {p.returncode for p in processes} == {code}, outs
-    return outs
+    return [finish(process, code) for process in processes]
 
 
-def ranks(world, *command, code=0, **env):
-    """Run them; each exits with `code`. Returns what each printed."""
-    return finish_all(by_hand(world, *command, **env), code)
+def wait_for(process, pattern):
+    """Wait until its output has a line like `pattern`. Returns the output so far."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        ended = process.poll() is not None
+        output = process.log.read_text(errors="replace")
+        if re.search(pattern, output):
+            return output
+        if ended:
+            fail(
+                f"it ended with {process.returncode}, and without {pattern!r}", process
+            )
+        time.sleep(0.02)
+    fail(f"no {pattern!r} within {DEADLINE} s", process)
 
 
-def torchrun(nproc, *more):
-    launcher = PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"
-    return [*launcher, *more]
+def fail(reason, process):
+    """Fail with the command, to paste, and with what every process has said."""
+    command = shlex.join(process.args)
+    pytest.fail(f"{reason}\n  {command}\n{report()}", pytrace=False)
 
 
-def read_until(p, pattern):
-    """Read lines of output up to one that matches; returns them all."""
+def report():
+    """The command, the exit code and the output of each process of this test."""
     lines = []
-    for line in p.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return "".join(lines)
-    raise AssertionError(f"no {pattern!r} in:\n{''.join(lines)}")
+    for process in STARTED:
+        lines.append(f"---- {shlex.join(process.args)}: exit code {process.poll()}")
+        lines.append(process.log.read_text(errors="replace")[-5000:])
+    return "\n".join(lines)
 
 
-def signalled(p, pids, signum, line):
-    """Read up to a line, signal processes, read the rest. Returns the whole output."""
-    before = read_until(p, line)
-    hit(pids(p), signum)
-    return before + finish(p)
+def run(*command, code=0, env=None, cwd=None):
+    """Start a command and wait for its end. Returns its output."""
+    return finish(start(*command, env=env, cwd=cwd), code)
 
 
-def children(pid):
-    with contextlib.suppress(OSError):
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(c) for t in tasks for c in (t / "children").read_text().split()]
-    return []
+def torchrun(nproc, *command):
+    """The command that starts a script in so many processes."""
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={nproc}", *command]
 
 
-def tree(pid):
-    return [d for c in children(pid) for d in (c, *tree(c))]
+def start_ranks(world, *command, env=None, cwd=None):
+    """Start ranks by hand, without a launcher: rank r gets RANK=r in its environment.
+
+    A word of the command may be a list: then rank r gets its r-th entry.
+    """
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(world):
+        words = [word[rank] if isinstance(word, list) else word for word in command]
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        everything = {**address, **mine, **(env or {})}
+        processes.append(start(PYTHON, *words, env=everything, cwd=cwd))
+    return processes
 
 
-def pids_of_ranks(launcher):
-    """Those of the training processes below torchrun, in order of rank."""
-    is_rank = lambda pid: "ddp_train" in Path(f"/proc/{pid}/cmdline").read_text()
-    return sorted(filter(is_rank, children(launcher)))
+def run_ranks(world, *command, code=0, env=None):
+    """Start ranks by hand and wait for them. Returns the output of each."""
+    if world == 1:
+        return [run(PYTHON, *command, code=code, env=env)]
+    return finish_all(start_ranks(world, *command, env=env), code)
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-# ---- What a run leaves ----
-def metrics(out, name="step"):
-    lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
-    return [m for m in map(json.loads, lines) if name in m]
+# ---- The program with a fault: `python test_ddp_train.py FAULT RANK STEP options` ----
+# Something happens on one rank in one step: so no test has to hit the right moment.
+def train_with_fault(fault, rank, step, *argv):
+    """Run ddp_train.py; in step `step` of this start, on this rank (or "all"): a fault.
+
+    fault: raise, hang, exit, nan, ctrl-c (three times), or a signal: TERM (to this
+    rank), parent-TERM (to the process that started it, such as torchrun). busy-FAULT:
+    and a loading process hangs. evaluate-FAULT: not in a step, but in an evaluation.
+    """
+    where = "train_step"
+    if fault.startswith("evaluate-"):
+        where = "evaluate"
+    if fault.startswith("busy-"):
+        busy = hang_in_loading_processes(after=4 * int(step))
+    original = getattr(ddp_train, where)
+    calls = 0
+
+    def with_fault(*args):
+        nonlocal calls
+        calls += 1
+        if calls != int(step) or rank not in ("all", os.environ.get("RANK", "0")):
+            return original(*args)
+        if fault.startswith("busy-"):
+            busy.wait(DEADLINE)
+        make_fault(fault.removeprefix("evaluate-").removeprefix("busy-"))
+        result = original(*args)
+        if fault == "nan":
+            loss_sum, grad_norm = result
+            return loss_sum * float("nan"), grad_norm
+        return result
+
+    setattr(ddp_train, where, with_fault)
+    ddp_train.main(argv)
 
 
-def logged(out, name="loss"):
-    return {m["step"]: m[name] for m in metrics(out, name)}
+def make_fault(fault):
+    if fault == "raise":
+        raise RuntimeError("boom")
+    elif fault == "exit":
+        sys.exit(0)
+    elif fault == "hang":
+        time.sleep(10 * DEADLINE)
+    elif fault == "ctrl-c":
+        send_signal("INT")
+        send_signal("INT")
+        ddp_train.say("two within a second")
+        time.sleep(1.1)
+        send_signal("INT")
+        ddp_train.say("three")
+    elif fault != "nan":
+        send_signal(fault)
 
 
-def load(out, name="checkpoint.pt"):
-    return torch.load(Path(out) / name, weights_only=True)
+def send_signal(name):
+    """Send a signal, and wait until this process has got it."""
+    number = signal.Signals[f"SIG{name.removeprefix('parent-')}"]
+    handler = signal.getsignal(number)
+    arrived = []
+
+    def note(*args):
+        arrived.append(number)
+        handler(*args)
+
+    if number != signal.SIGKILL:
+        signal.signal(number, note)
+    target = os.getpid()
+    if name.startswith("parent-"):
+        target = os.getppid()
+    os.kill(target, number)
+    end = time.monotonic() + DEADLINE
+    while not arrived and time.monotonic() < end:
+        time.sleep(0.01)
 
 
-def moment(out):
-    """Adam's first, as one vector: after the first step a tenth of its gradient."""
-    states = load(out)["optimizer"]["state"].values()
-    return nn.utils.parameters_to_vector(state["exp_avg"] for state in states)
+def hang_in_loading_processes(after):
+    """They hang after so many samples. Returns the event that this has happened."""
+    busy = Event()
+    original = TensorDataset.__getitem__
+    samples = 0
+
+    def getitem(dataset, index):
+        nonlocal samples
+        samples += 1
+        if get_worker_info() is not None and samples > after:
+            busy.set()
+            time.sleep(10 * DEADLINE)
+        return original(dataset, index)
+
+    TensorDataset.__getitem__ = getitem
+    return busy
 
 
-def assert_same(a, b):
-    """The same keys, values and bits, but for the command line."""
-    bare = lambda state: {**state, "args": 0} if "args" in state else state
-    leaves, other = (dict(pytree.tree_flatten_with_path(bare(state))[0]) for state in (a, b))
-    assert leaves.keys() == other.keys()
-    for at, x in leaves.items():
-        assert torch.equal(x, other[at]) if isinstance(x, torch.Tensor) else x == other[at], at
+# ---- The program, watched: `python test_ddp_train.py watch FOLDER options` -----------
+def watch(folder, *argv):
+    """Train, and write what this rank saw to FOLDER/seen.RANK: lists, with a step each.
+
+    weights: their checksum; the first is before step 1. random: the state of the random
+    numbers before the step. momentum: Adam's. reduced: the buckets DDP has averaged.
+    read: the samples of the training set, in their order. threads: those that are left.
+    """
+    seen = {"read": [], "random": [], "momentum": [], "weights": [], "reduced": []}
+    seen["threads"] = []
+    original_step = ddp_train.train_step
+    original_getitem = TensorDataset.__getitem__
+
+    def reduce_bucket(state, bucket):
+        seen["reduced"][-1].append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def watched_step(ddp, batches, samples, optimizer, *others):
+        if not seen["weights"]:
+            seen["weights"].append(checksum(ddp.parameters()))
+            if hasattr(ddp, "register_comm_hook"):
+                ddp.register_comm_hook(None, reduce_bucket)
+        seen["random"].append(zlib.crc32(torch.get_rng_state().numpy()))
+        seen["reduced"].append([])
+        result = original_step(ddp, batches, samples, optimizer, *others)
+        seen["weights"].append(checksum(ddp.parameters()))
+        states = optimizer.state.values()
+        seen["momentum"].append(as_vector(state["exp_avg"] for state in states))
+        return result
+
+    def watched_getitem(dataset, index):
+        if len(dataset) == 250:
+            seen["read"].append(index)
+        return original_getitem(dataset, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_train, "train_step", watched_step)
+        patch.setattr(TensorDataset, "__getitem__", watched_getitem)
+        ddp_train.main([str(word) for word in argv])
+    for task in Path("/proc/self/task").glob("*/comm"):
+        seen["threads"].append(task.read_text())
+    rank = os.environ.get("RANK", "0")
+    torch.save(seen, Path(folder) / f"seen.{rank}")
 
 
-def assert_same_run(a, b):
-    """Two runs ended with bit-identical weights, optimizer and logged numbers."""
-    assert_same(load(a), load(b))
-    keep = lambda out: [{k: v for k, v in m.items() if k != "bytes/s"} for m in metrics(out)]
-    assert keep(a) == keep(b)
+def as_vector(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-# ---- What most tests are given ----
-def shared(name, make):
-    """A folder that make(folder) fills once for all processes of the suite."""
-    base = Path(tempfile.tempdir).parents["PYTEST_XDIST_WORKER" in os.environ]
-    with open(base / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (base / name).exists():
-            make(base / f"{name}.new")
-            os.rename(base / f"{name}.new", base / name)
-    return base / name
+def checksum(tensors):
+    return zlib.crc32(as_vector(tensors).numpy())
 
 
+def seen_by(folder, world):
+    return [torch.load(Path(folder) / f"seen.{rank}") for rank in range(world)]
+
+
+# ---- What a run is given, and what it leaves -----------------------------------------
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Something to learn: 250 windows to train on, 13 held out, which 3 and 4 do not divide."""
+    """250 windows of 32 bytes to train on, and 13 held out: 3 and 4 divide neither."""
     path = tmp_path_factory.mktemp("data") / "data.txt"
-    path.write_bytes((b"the quick brown fox jumps over the lazy dog, %d times; " * 200)[:8430])
+    path.write_bytes((b"the quick brown fox jumps over the lazy dog; " * 200)[:8430])
     return path
 
 
@@ -326,1175 +396,1010 @@ def out(tmp_path):
 
 @pytest.fixture
 def tiny(data, out):
-    """A small model on the CPU, a step of 4 samples, 63 steps an epoch with one process."""
+    """The options of most tests: 4 samples a step, 63 steps an epoch on one process."""
     return [*TINY, "--data", data, "--out", out]
 
 
+def load(out, name="checkpoint.pt"):
+    return torch.load(Path(out) / name, weights_only=True)
+
+
+def metrics(out):
+    """The records of metrics.jsonl, in their order. They must be strict JSON."""
+    lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def logged(out, name="loss"):
+    """{step: the last value of this name}"""
+    return {record["step"]: record[name] for record in metrics(out) if name in record}
+
+
+def assert_same(a, b):
+    """Two states have the same keys, values and bits."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        for value, other in zip(a, b, strict=True):
+            assert_same(value, other)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+def assert_same_run(a, b):
+    """Two runs ended with the same bits, and logged the same numbers."""
+    assert_same(result(a), result(b))
+
+
+def result(out):
+    """The checkpoint without what is random in it, and {step: what was logged last}."""
+    state = load(out)
+    del state["args"], state["file_id"]
+    steps = {}
+    for record in metrics(out):
+        record.pop("samples_per_s", None)
+        steps.setdefault(record["step"], {}).update(record)
+    return [state, steps]
+
+
+# ---- In this process: what the direct tests share ------------------------------------
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """What a run in this process may leave: its signal handlers, and a group."""
+    # A run that fails in this process must fail the test, and not end pytest.
+    monkeypatch.setattr(ddp_train, "end_at_once", failed_in_this_process)
+    handlers = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def failed_in_this_process(world, error):
+    pytest.fail(f"the run failed: {error!r}")
+
+
+@contextlib.contextmanager
+def refuses(*words):
+    """What is inside ends by sys.exit() with one line, which has these words."""
+    with pytest.raises(SystemExit) as caught:
+        yield
+    assert "\n" not in caught.value.code
+    for word in words:
+        assert word in caught.value.code
+
+
+def train(*options, world=ALONE):
+    """The run without its start and its end: here a mistake is a SystemExit."""
+    args = ddp_train.parse_args([str(option) for option in options])
+    ddp_train.train(args, world, StopSignal())
+
+
+# ---- Model and data ------------------------------------------------------------------
+def tiny_model():
+    torch.manual_seed(1)
+    return ddp_train.ByteTransformer(1, 2, 16, 8)
+
+
+# ---- One step ------------------------------------------------------------------------
+def windows(count):
+    """A dataset of windows of 8 bytes, each with the same window one byte later."""
+    some_bytes = (torch.arange(count * 8 + 1) * 37 % 251).to(torch.uint8)
+    rows = some_bytes.unfold(0, 9, 8)
+    return TensorDataset(rows[:, :-1], rows[:, 1:])
+
+
+def one_step(loader, samples, world=ALONE, clip=0, dtype=None, scale=0, model=None):
+    """(gradient, loss_sum, grad_norm). At rate 1 SGD moves a weight by its gradient."""
+    model = model or tiny_model()
+    args = ddp_train.parse_args([f"--grad-clip={clip}"])
+    before = nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", scale, enabled=scale > 0)
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
+    batches = ddp_train.real_batches(loader, CPU)
+    results = ddp_train.train_step(
+        model, batches, samples, optimizer, scaler, autocast, args, world
+    )
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return before - after, *results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("start, samples", [(0, 7), (4, 3), (6, 1)])
+def test_gradient_is_the_mean_over_all_samples_of_a_step(size, start, samples):
+    """Of all ranks and micro-batches, also where these do not divide them. DDP makes
+    the mean of the ranks' gradients: so does this test.
+    """
+    gradients = []
+    loss_sums = []
+    for rank in range(size):
+        world = World(rank, size, CPU)
+        loader = ddp_train.make_loader(windows(7), 2, world)
+        loader.sampler.set_epoch(0, start)
+        gradient, loss_sum, _ = one_step(loader, samples, world)
+        gradients.append(gradient)
+        loss_sums.append(loss_sum.item())
+    order = list(ddp_train.ResumableSampler(windows(7), ALONE))
+    model = tiny_model()
+    loss = ddp_train.compute_loss(model, windows(7)[order[start:]])
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.cat([gradient.flatten() for gradient in expected])
+    found = torch.stack(gradients).mean(0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert sum(loss_sums) / samples == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize(
+    "dtype, scale", [(torch.float16, 2.0**16), (torch.bfloat16, 0)]
+)
+def test_gradient_is_clipped_after_it_was_unscaled(dtype, scale):
+    """What is returned is the norm before the clipping. 0: there is no limit."""
+    loader = ddp_train.make_loader(windows(4), 4, ALONE)
+    norm = one_step(loader, 4)[0].norm().item()
+    for clip, expected in ((0.1, 0.1), (100, norm), (0, norm)):
+        gradient, _, its_norm = one_step(loader, 4, ALONE, clip, dtype, scale)
+        assert gradient.norm().item() == pytest.approx(expected, rel=0.02)
+        assert its_norm.item() == pytest.approx(norm, rel=0.02)
+
+
+def test_only_the_last_backward_averages_and_none_is_in_autocast(monkeypatch):
+    """In autocast a part that the model keeps in fp32 would get gradients in bf16."""
+    seen = []
+
+    @contextlib.contextmanager
+    def note_local(ddp, more_to_come):
+        seen.append(more_to_come)
+        yield
+
+    def note_pass(*args):
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    model = tiny_model()
+    model.head.register_forward_hook(note_pass)
+    model.head.register_full_backward_hook(note_pass)
+    monkeypatch.setattr(ddp_train, "local_gradients", note_local)
+    loader = ddp_train.make_loader(windows(5), 2, ALONE)
+    one_step(loader, 5, dtype=torch.bfloat16, model=model)
+    forward_and_backward = [True, False]
+    assert seen == 2 * [True, *forward_and_backward] + [False, *forward_and_backward]
+
+
+# ---- Evaluation and learning rate ----------------------------------------------------
+def count_and_sum(model, batch):
+    return {"count": torch.tensor(1.0 * len(batch[0])), "sum": batch[0].sum()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 7, 101])
+def test_evaluation_counts_each_sample_once(size, n):
+    """In float64: 2**24 + 1 is no float32. Without a group each rank gets its share."""
+    count = 0
+    total = 0
+    for rank in range(size):
+        dataset = TensorDataset(torch.tensor([2.0**24, *range(1, n)]))
+        loader = ddp_train.make_loader(dataset, 1, World(rank, size, CPU))
+        means = ddp_train.evaluate(nn.Identity(), count_and_sum, loader, ALONE)
+        count += means["count"] * n
+        total += means["sum"] * n
+    assert count == pytest.approx(n)
+    assert round(total) == 2**24 + n * (n - 1) // 2
+
+
+def test_evaluation_changes_no_mode_for_good():
+    """Inside: eval mode, no gradients, the given autocast. A frozen layer stays so."""
+
+    def check(model, batch):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        return {"in_autocast": torch.tensor(2.0 * torch.is_autocast_enabled("cpu"))}
+
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(1).eval())
+    loader = ddp_train.make_loader(windows(2), 2, ALONE)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    for given, enabled in ((None, 0), (autocast, 1)):
+        means = ddp_train.evaluate(model, check, loader, ALONE, given)
+        assert means == {"in_autocast": enabled}
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_learning_rate_warms_up_and_then_follows_a_cosine():
+    args = ddp_train.parse_args(["--lr", "2", "--warmup", "0.1"])
+    rates = {0: 0, 0.05: 1, 0.1: 2, 0.325: 1 + math.sqrt(0.5), 0.55: 1, 1: 0, 1.5: 0}
+    for share, rate in rates.items():
+        assert ddp_train.learning_rate(args, share) == pytest.approx(rate, abs=1e-12)
+    args.warmup = 0
+    assert ddp_train.learning_rate(args, 0) == 2
+
+
+def test_learning_rate_depends_on_the_share_of_the_samples_alone(tiny, tmp_path):
+    """Not on ranks, accumulation, --max-steps. Rank 0 of 4 runs here by itself."""
+    more = [*tiny, "--lr", 1e-2, "--warmup", 0.1, "--batch-size"]
+    train(*more, 8, "--out", tmp_path / "a")
+    train(*more, 2, "--accum", 4, "--out", tmp_path / "b")
+    train(*more, 2, "--out", tmp_path / "c", world=World(0, 4, CPU))
+    train(*more, 8, "--max-steps", 5, "--out", tmp_path / "d")
+    rates = logged(tmp_path / "a", "lr")
+    assert rates[1] == pytest.approx(1e-2 * (4 / 250) / 0.1)  # the middle of the step
+    for name, steps in (("b", 32), ("c", 32), ("d", 5)):
+        found = logged(tmp_path / name, "lr")
+        assert len(found) == steps
+        assert found == pytest.approx({step: rates[step] for step in found})
+
+
+# ---- Processes -----------------------------------------------------------------------
+@pytest.mark.parametrize("number", StopSignal.NUMBERS)
+def test_stop_signal_is_remembered(monkeypatch, number):
+    """The first of several counts. Under torchrun the exit code is 0."""
+    stop = StopSignal()
+    assert stop() == 0
+    stop.exit()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop() == number
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        stop.exit()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    stop.exit()
+
+
+def test_ranks_that_differ_are_named(monkeypatch):
+    facts = {"--lr": 0.1}
+    ddp_train.check_alike(facts)
+    hosts = [("host a", facts), ("host b", facts), ("host c", facts)]
+    monkeypatch.setattr(ddp_train, "all_gather", mock.Mock(return_value=hosts))
+    ddp_train.check_alike(facts)
+    for other, says in (
+        ({"--lr": 0.5}, "--lr is 0.5 on rank 2 (host c), but 0.1 on rank 0 (host a)"),
+        ({}, "--lr is None on rank 2"),
+        ({"--lr": 0.1, "--x": 1}, "--x is 1 on rank 2 (host c), but None on rank 0"),
+    ):
+        hosts[2] = ("host c", other)
+        with refuses(says):
+            ddp_train.check_alike(facts)
+
+
+def test_seed_of_a_step():
+    """It differs by seed, step and rank, and is the same when it comes again."""
+    draws = set()
+    for numbers in 2 * list(itertools.product((0, 1, 2**31 - 1), repeat=3)):
+        ddp_train.seed_step(*numbers, CPU)
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 27
+
+
+# ---- Batches -------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("n", [1, 2, 7, 13])
+def test_sampler_gives_each_sample_once_from_any_start(n, size):
+    """In the order of torch's own. The first ones come again to fill the last round."""
+    torchs_own = DistributedSampler(range(n), 1, 0, seed=5)
+    for epoch, start in itertools.product((0, 3), range(n + 1)):
+        torchs_own.set_epoch(epoch)
+        order = list(torchs_own)
+        of_ranks = []
+        for rank in range(size):
+            world = World(rank, size, CPU)
+            sampler = ddp_train.ResumableSampler(range(n), world, seed=5)
+            sampler.set_epoch(epoch, start)
+            torch.manual_seed(rank)  # it must not matter
+            of_ranks.append(list(sampler))
+            assert len(sampler) == len(of_ranks[rank]) == math.ceil((n - start) / size)
+        rounds = list(itertools.chain(*zip(*of_ranks, strict=True)))
+        assert rounds == (size * order)[start : start + len(rounds)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("n, start, batch_size", [(13, 0, 2), (13, 6, 3), (1, 0, 4)])
+def test_real_batches_count_each_sample_once(n, start, batch_size, size):
+    dataset = TensorDataset(torch.arange(n))
+    order = list(ddp_train.ResumableSampler(dataset, ALONE))
+    of_ranks = []
+    for rank in range(size):
+        loader = ddp_train.make_loader(dataset, batch_size, World(rank, size, CPU))
+        loader.sampler.set_epoch(0, start)
+        of_ranks.append(list(ddp_train.real_batches(loader, CPU)))
+    place = start
+    for step in zip(*of_ranks, strict=True):  # all ranks have equally many batches
+        counted = []
+        for [indices], real, _ in step:
+            assert len(indices) == max(1, real)
+            counted += indices[:real].tolist()
+        assert [total for _, _, total in step] == size * [len(counted)]
+        assert sorted(counted) == sorted(order[place : place + len(counted)])
+        place += len(counted)
+    assert place == n
+
+
+def last_batch(collate, size=1):
+    """(batch, real, total) of the last rank, which has a repeat if there are two."""
+    dataset = list(torch.arange(10).view(5, 2))
+    sampler = ddp_train.ResumableSampler(dataset, World(size - 1, size, CPU))
+    loader = DataLoader(dataset, 3, sampler=sampler, collate_fn=collate)
+    return list(ddp_train.real_batches(loader, CPU))[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_of_any_nesting(size):
+    """Dicts, as tokenizers give, lists, tuples; a bare tensor is one batch."""
+
+    def nested(rows):
+        x = torch.stack(rows)
+        return {"a": x, "b": [x, (x[:, 0],)], "c": UserDict(x=x)}
+
+    x, real, _ = last_batch(torch.stack, size)
+    assert (len(x), real) == (2, 2)
+    batch, _, _ = last_batch(nested, size)
+    assert_same(batch, {"a": x, "b": [x, [x[:, 0]]], "c": {"x": x}})
+
+
+def test_what_real_batches_refuse():
+    def collate(rows):
+        return [torch.stack(rows), {"value": values[-1]}]
+
+    values = ["text", ["a", "b", "c"], None, torch.tensor(3.0), torch.ones(5, 2)]
+    while values:
+        with pytest.raises(TypeError, match="a batch of 3 samples has .*: it must be"):
+            last_batch(collate)
+        values.pop()
+    sampler = ddp_train.ResumableSampler(range(9), ALONE)
+    dropping = DataLoader(range(9), 2, sampler=sampler, drop_last=True)
+    for loader in (DataLoader(range(9), 2), dropping):
+        with pytest.raises(TypeError, match=r"sampler=ResumableSampler\(dataset, wor"):
+            next(ddp_train.real_batches(loader, CPU))
+    with pytest.raises(TypeError, match="a dataset that has a length"):
+        ddp_train.ResumableSampler(iter([1, 2]), ALONE)
+
+
+# ---- Checkpoint ----------------------------------------------------------------------
+def make_parts(seed=2):
+    """A network and an optimizer that has made a step."""
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 300)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    adam.step()
+    return {"generator": model, "optimizer_g": adam}
+
+
 @pytest.fixture
-def main(capfd):
-    """main(...): it succeeds, ends with that code, or with a line about that error. Its output."""
-    old = {s: signal.getsignal(s) for s in ddp_train.SIGNALS}
-
-    def call(*args, code=0, error=None):
-        try:
-            got, text = ddp_train.main([str(a) for a in args]) or 0, ""
-        except SystemExit as e:
-            got, text = (1, f"{e.code}\n") if isinstance(e.code, str) else (e.code, "")
-        printed = "".join(capfd.readouterr()) + text
-        assert got in (1, 2) if error else got == code, printed
-        assert "Traceback" not in printed and printed.count(": error: ") == bool(error), printed
-        assert (error or "") in printed.partition(f"{ddp_train.SCRIPT}: error: ")[2], printed
-        return printed
-
-    yield call
-    for s, handler in old.items():
-        signal.signal(s, handler)
+def saved(tmp_path):
+    """A folder with the checkpoints of steps 1 and 2."""
+    checkpoint = Checkpoint(tmp_path, make_parts(1), {"size": 3})
+    for step in (1, 2):
+        checkpoint.save(step=step, noise=torch.arange(3), best=[0.5, "text", None])
+    return tmp_path
 
 
-def losing(monkeypatch, f):
-    """The loss of the n-th forward pass of the training becomes f(n, loss, output)."""
-    calls, original = itertools.count(1), ddp_train.loss_fn
-    changed = lambda o, y: f(next(calls), original(o, y), o) if o.requires_grad else original(o, y)
-    monkeypatch.setattr(ddp_train, "loss_fn", changed)
+def test_checkpoint_has_any_parts_and_values(saved, capfd):
+    parts = make_parts(seed=2)
+    found = Checkpoint(saved, parts, {"size": 3}).resume()
+    assert "going on from step 2" in capfd.readouterr().out
+    values = {"step": 2, "noise": torch.arange(3), "best": [0.5, "text", None]}
+    assert_same({name: found[name] for name in values}, values)
+    assert not found.keys() & parts.keys()
+    for name, part in make_parts(seed=1).items():
+        assert_same(part.state_dict(), parts[name].state_dict())
+    assert Checkpoint(saved / "a" / "new", {}).resume() == {}
+    assert capfd.readouterr().out == ""
 
 
-# ---- Workers: this file as a script, one rank of several ----
-def worker(out, *argv):
-    """Train, watched from inside: what rank r saw is in out/seen.r."""
-    seen = {k: [] for k in "buckets at_step weights indices draws threads".split()}
-    seen |= {"grads": {}, "eval": {}}
-    args = ddp_train.parse_args(argv)
-    world = ddp_train.init_distributed(args.device)
-    fetch, ddp_class = ddp_train.TensorDataset.__getitem__, ddp_train.DistributedDataParallel
+@pytest.mark.parametrize("killed_at", ["", "fsync 1", "replace 1", "replace 2"])
+def test_reader_finds_a_whole_checkpoint_at_any_moment(saved, monkeypatch, killed_at):
+    """The new one is on the disk before it gets a name; the one before is kept. Where
+    the save is killed, the next start goes on from step 2, and overwrites nothing.
+    """
+    moments = []
 
-    def watched_ddp(*args, **kwargs):
-        ddp = ddp_class(*args, **kwargs)
-        ddp.register_comm_hook(None, watch_bucket)
-        return ddp
+    def watch(name):
+        original = getattr(os, name)
 
-    def watch_bucket(state, bucket):
-        seen["buckets"].append(bucket.index())
-        return default_hooks.allreduce_hook(state, bucket)
+        def watched(*args):
+            steps = sorted(load(saved, path)["step"] for path in saved.glob("c*.pt"))
+            moments.append((name, steps))
+            if killed_at == f"{name} {[first for first, _ in moments].count(name)}":
+                raise KeyboardInterrupt
+            original(*args)
 
-    def watch_step(optimizer, *_):
-        seen["at_step"].append(len(seen["buckets"]))
-        params, vector = optimizer.param_groups[0]["params"], nn.utils.parameters_to_vector
-        seen["weights"].append(zlib.crc32(vector(params).detach().numpy()))
-        if (step := len(seen["at_step"])) in (1, 32):
-            seen["grads"][step] = vector(p.grad for p in params)
+        monkeypatch.setattr(os, name, watched)
 
-    def watch_draws(module, _):  # the next random numbers, of which dropout takes some
-        if module.training and isinstance(module, ddp_train.ByteTransformer):
-            seen["draws"].append(zlib.crc32(torch.get_rng_state().numpy()))
-
-    def fetched(self, index):
-        if len(self) == 250:
-            seen["indices"].append(index)
-        return fetch(self, index)
-
-    ddp_train.DistributedDataParallel, ddp_train.TensorDataset.__getitem__ = watched_ddp, fetched
-    register_optimizer_step_post_hook(watch_step)
-    nn.modules.module.register_module_forward_pre_hook(watch_draws)
-    threads = lambda: len([*Path("/proc/self/task").glob("*")])
-    score = lambda m, x, y: len(x) * torch.stack([ddp_train.loss_fn(m(x), y), torch.ones(())])
-    with ddp_train.process_group(world):
-        torch.manual_seed(1)
-        model = ddp_train.ByteTransformer(1, 1, 16, 8, dropout=0.5)
-        for n in (1, 2, 7, 101):
-            some = torch.arange(n * 8 + 1).mul(37).to(torch.uint8).unfold(0, 9, 8)
-            windows = ddp_train.TensorDataset(some[:, :-1], some[:, 1:])
-            loader = ddp_train.make_loader(windows, 3, world)
-            if n == 7:  # torch's own sampler will do as well
-                sampler = DistributedSampler(windows, world.size, world.rank)
-                loader = DataLoader(windows, 3, sampler=sampler)
-            seen["eval"][n] = ddp_train.evaluate(model, loader, CPU, score).tolist()
-        ddp_train.train(args, world, ddp_train.StopSignal())
-        seen["threads"].append(threads())
-        time.sleep(2 * (world.rank == 1))
-        seen["ready"] = time.time()
-    seen["left"] = time.time()
-    seen["threads"].append(threads())
-    torch.save(seen, Path(out, f"seen.{world.rank}"))
+    checkpoint = Checkpoint(saved, make_parts())
+    checkpoint.resume()
+    watch("fsync")
+    watch("replace")
+    if killed_at:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(step=3)
+        monkeypatch.undo()
+        checkpoint = Checkpoint(saved, make_parts())
+        assert checkpoint.resume()["step"] == 2
+    checkpoint.save(step=3)
+    assert killed_at or moments == [
+        ("fsync", [1, 2]),
+        ("replace", [1, 2]),
+        ("replace", [2]),
+    ]
+    assert load(saved)["step"] == 3
+    assert load(saved, "checkpoint.prev.pt")["step"] == 2
+    assert not (saved / "checkpoint.tmp").exists()
 
 
-class NormedModel(nn.Sequential):
-    """Batch norm over the 32 positions, then a frozen one; a part that only training uses; and, as
-    in some modules, a tensor of an evaluation in training, which inference_mode would spoil."""
-
-    def __init__(self, args):
-        super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32), nn.BatchNorm1d(32).eval())
-        self.kept, self.helper = 1, nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            self.kept = torch.ones((), device=x.device)
-        return super().forward(x.long()) * self.kept + (self.helper if self.training else 0)
+def flip(content, pattern, bit):
+    """Change one bit behind a pattern."""
+    place = re.search(pattern, content, re.S).end()
+    return content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
 
 
-def faulty(kind, rank, *argv):
-    """ddp_train with another model, a small disk, or a rank with something in its fourth step."""
-    calls, original = itertools.count(), ddp_train.loss_fn  # call 0 is before the first step
-    if kind == "bn":
-        ddp_train.build_model = NormedModel
-    if kind == "hang" and torch.__version__ < "2.7":  # there the limit of the start stays
-        ddp_train.START_LIMIT = 10.0
-    if kind == "raise":  # as a loading process that was forked before an error came
-        fork = multiprocessing.get_context("fork")
-        fork.Process(target=time.sleep, args=[PATIENCE], daemon=True).start()
-    if kind.startswith("disk"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(kind[4:]), int(kind[4:])))
-
-    def loss_fn(output, y):
-        call = next(calls) if output.requires_grad else 0
-        if kind == "sync":  # in steps 3 to 17 of 20, none of which logs
-            torch.cuda.set_sync_debug_mode("error" if 3 <= call <= 17 else "default")
-        mine = os.environ.get("RANK", "alone") == rank
-        now = mine and call == 4
-        if kind == "hang" and mine and call in (0, 4):  # after a start that takes its time
-            time.sleep(10**6 if call else 4)
-        if now and kind == "raise":
-            raise type("ApiError", (Exception,), {"code": "limit"})("boom")
-        return original(output, y) * (math.nan if now and kind == "nan" else 1)
-
-    ddp_train.loss_fn = loss_fn
-    ddp_train.main(argv)
+def of_another_program():
+    file = io.BytesIO()
+    torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, file)
+    return file.getvalue()
 
 
-def resuming(folder):
-    """Resume 200 MB, and print how many bytes of memory of its own this process had more."""
-    part = nn.ParameterDict({"weight": torch.full((50_000_000,), float(os.environ["RANK"]))})
-    own = lambda: int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-    with ddp_train.process_group(ddp_train.init_distributed("cpu")):
-        checkpoint = Checkpoint(folder, {"part": part})
-        dist.barrier()
-        had = [own()]
-        sys.setprofile(lambda *_: had.append(own()))  # at each call, and when it returns
-        state = checkpoint.resume()
-        sys.setprofile(None)
-        assert state["step"] == 9 and part["weight"].eq(7).all()
-    print(1024 * (max(had) - had[0]))
+@pytest.mark.parametrize("damage", ["weight", "folder", "cut", "garbage", "other"])
+def test_checkpoint_that_cannot_be_used(saved, capfd, damage):
+    """The one before is taken, with a warning, and stays what it is. If there is none,
+    nothing is overwritten: it may be of the user's.
+    """
+    path = saved / "checkpoint.pt"
+    good = path.read_bytes()
+    bad = {
+        "weight": flip(good, rb"/data/0FB.{100}", 1),
+        # An attribute, which no checksum protects, says that a weight is a folder.
+        "folder": flip(good, rb"PK\x01\x02.{34}(?=.{8}[^/]*/data/0)", 16),
+        "cut": good[:-1],
+        "garbage": b"not a checkpoint",
+        "other": of_another_program(),
+    }[damage]
+    path.write_bytes(bad)
+    checkpoint = Checkpoint(saved, make_parts())
+    assert checkpoint.resume()["step"] == 1
+    assert f"warning: {path} is damaged or not a checkpoint" in capfd.readouterr().out
+    for step, step_before in ((3, 1), (4, 3)):
+        checkpoint.save(step=step)
+        assert load(saved, "checkpoint.prev.pt")["step"] == step_before
+    (saved / "checkpoint.prev.pt").write_bytes(bad)
+    path.write_bytes(bad)
+    for _ in range(2):
+        with refuses(str(saved), "nothing to go on from, use another folder"):
+            Checkpoint(saved, make_parts()).resume()
+        assert path.read_bytes() == bad
+        (saved / "checkpoint.prev.pt").unlink(missing_ok=True)
 
 
-def run_worker(world, out, *args, launcher=()):
-    out.mkdir(parents=True, exist_ok=True)
-    command = __file__, "worker", out, "--out", out, *TINY, *args
-    printed = run(*launcher, *command) if launcher else "".join(ranks(world, *command))
-    assert not re.search("Traceback|terminate called|Warning", printed.replace("OMP", "")), printed
-    return seen_by(world, out)
+def test_what_could_not_be_loaded_again_is_not_saved(saved):
+    """torch.load() refuses what is not plain: a Path, or a number of numpy."""
+    checkpoint = Checkpoint(saved, make_parts())
+    checkpoint.resume()
+    with refuses("cannot save"):
+        checkpoint.save(step=3, best=Path("a"))
+    assert load(saved)["step"] == 2
 
 
-def seen_by(world, out):
-    return [torch.load(out / f"seen.{r}", weights_only=True) for r in range(world)]
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
 
 
-# ---- The same numbers at any world size ----
+@pytest.mark.parametrize("save", [pickle.dump, torch.save])
+def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, save):
+    monkeypatch.chdir(tmp_path)
+    with open("checkpoint.pt", "wb") as file:
+        save({"step": 9, "file_id": "", "facts": {}, "model": Bomb()}, file)
+    with refuses("not a checkpoint"):
+        Checkpoint(tmp_path, {}).resume()
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "part, facts, says",
+    [
+        ({}, {"size": 4}, "has size 3, not 4: use another folder"),
+        ({}, {"width": 1}, "has width None, not 1: use another folder"),
+        ({"critic": nn.Linear(1, 1)}, {}, "has no 'critic': use another folder"),
+        ({"generator": nn.Linear(4, 1)}, {}, "does not fit 'generator': "),
+        ({"optimizer_g": torch.optim.SGD([torch.ones(1)])}, {}, "fit 'optimizer_g'"),
+    ],
+)
+def test_checkpoint_that_does_not_fit(saved, part, facts, says):
+    with refuses(str(saved), says):
+        Checkpoint(saved, {**make_parts(), **part}, facts).resume()
+
+
+# ==== WHOLE RUNS =====================================================================
+processes = pytest.mark.processes
+LONG = "--epochs 2 --dropout 0.1 --save-every 7 --eval-every 11".split()
+STEPS = 64  # of LONG on two ranks: 32 an epoch
+
+
+def made_once(tmp_path_factory, name, make):
+    """A folder that make(folder) fills, once for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder = base / name
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = base / f"{name}.unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+@pytest.fixture
+def untouched(tmp_path_factory, data):
+    """untouched(world): the folder of a run with LONG that nobody stopped.
+
+    Two ranks are started by hand, with a disk each, and write what they say to said.0
+    and said.1.
+    """
+
+    def make_one(folder):
+        train(*TINY, *LONG, "--data", data, "--out", folder)
+
+    def make_two(folder):
+        options = *TINY, *LONG, "--data", data, "--out", [folder, folder / "1"]
+        for rank, said in enumerate(run_ranks(2, SCRIPT, *options, env=LOCAL_RANK_7)):
+            (folder / f"said.{rank}").write_text(said)
+
+    def get(world):
+        make = {1: make_one, 2: make_two}[world]
+        return made_once(tmp_path_factory, f"untouched-{world}", make)
+
+    return get
+
+
+LOCAL_RANK_7 = {"LOCAL_RANK": "7"}  # on the CPU it may be any
 SAME = {
     "1x8": (1, "--batch-size 8"),
     "2x4": (2, "--batch-size 4"),
     "4x2": (4, "--batch-size 2"),
     "1x2x4": (1, "--batch-size 2 --accum 4"),
-    "3x1x2": (3, "--batch-size 1 --accum 2"),
+    "3x1x2": (3, "--batch-size 1 --accum 2 --dropout 0.1 --save-every 7"),
 }
-LIKE_1x8 = "2x4", "4x2", "1x2x4"
-
-
-@pytest.fixture(scope="session")
-def same(data):
-    """The same training at several world sizes, watched from inside, and its folders."""
-
-    def make(base):
-        for name, (world, args) in SAME.items():
-            more = "--max-steps 60 --no-scale-lr" if name != "3x1x2" else "--dropout 0.1"
-            more = [*args.split(), *more.split(), "--epochs", 2, "--data", data]
-            run_worker(world, base / name, *more, launcher=torchrun(2) if name == "2x4" else ())
-
-    base = shared("same", make)
-    return {name: seen_by(world, base / name) for name, (world, _) in SAME.items()}, base
-
-
-def test_same_training_at_any_world_size(same):
-    """Step 32, the last of an epoch, has 2 samples for up to 4 processes."""
-    seen, base = same
-    reference, want = seen["1x8"][0], logged(base / "1x8")
-    assert len(want) == 60 and want[60] < want[1]
-    for name in LIKE_1x8:
-        for rank, (step, limit) in itertools.product(seen[name], ((1, 1e-5), (32, 1e-3))):
-            grads, expected = rank["grads"][step], reference["grads"][step]
-            assert (grads - expected).norm() <= limit * expected.norm(), (name, step)
-        assert logged(base / name) == pytest.approx(want, rel=1e-4), name
-        norms = [logged(base / n, "grad_norm") for n in (name, "1x8")]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-2), name
-
-
-def test_gradient_of_the_last_step_is_a_mean_over_its_samples(main, tiny, out):
-    """The one step of this epoch has 250 samples for 300: torch's gradient of their mean loss."""
-    main(*tiny, "--batch-size", 300, "--grad-clip", 0)
-    args = ddp_train.parse_args([str(a) for a in tiny])
-    train_set = ddp_train.load_data(args)[0]
-    torch.manual_seed(args.seed)
-    model = ddp_train.build_model(args)
-    x, y = train_set[:]
-    ddp_train.loss_fn(model(x), y).backward()
-    expected = nn.utils.parameters_to_vector(p.grad for p in model.parameters())
-    assert load(out)["step"] == 1 and torch.allclose(10 * moment(out), expected, 1e-4, 1e-6)
-
-
-def test_same_evaluation_at_any_world_size(same):
-    """Each of 1, 2, 7 and 101 samples once, without dropout; the same number for the log."""
-    seen, base = same
-    for n, expected in seen["1x8"][0]["eval"].items():
-        for rank in itertools.chain(*seen.values()):
-            assert rank["eval"][n] == pytest.approx(expected, rel=1e-6) and expected[1] == n
-    held_out = logged(base / "1x8", "val_loss")
-    assert len(held_out) == 2
-    for name in LIKE_1x8:
-        assert logged(base / name, "val_loss") == pytest.approx(held_out, rel=1e-4)
-
-
-def test_each_sample_once_per_epoch_in_training(same):
-    """250 windows on 3 processes: each once, and repeats to fill the last round; a new order."""
-    seen, base = same
-    per_rank = [rank["indices"][2:] for rank in seen["3x1x2"]]  # two are before step 1
-    rows, round_up = list(itertools.chain(*zip(*per_rank, strict=True))), 252
-    first, second = rows[:250], rows[round_up : round_up + 250]
-    assert len(rows) == 2 * round_up and sorted(first) == sorted(second) == list(range(250))
-    assert first != second
-    state = load(base / "3x1x2")
-    assert (state["epoch"], state["samples"], state["step"]) == (2, 0, 2 * -(-250 // 6))
-
-
-def test_one_all_reduce_per_optimizer_step(same):
-    """With accumulation over 2 micro-batches the hook is called for each bucket once a step."""
-    for rank in same[0]["2x4"] + same[0]["3x1x2"]:
-        per_step = {b - a for a, b in zip(rank["at_step"], rank["at_step"][1:])}
-        assert per_step == {len(set(rank["buckets"]))}
-
-
-def test_random_numbers(same):
-    """The same weights on all ranks after each step; another dropout on each and at each step."""
-    seen = same[0]["3x1x2"]
-    assert len(seen[0]["weights"]) == 84
-    assert all(rank["weights"] == seen[0]["weights"] for rank in seen)
-    draws = [draw for rank in seen for draw in rank["draws"][1:]]  # [0] is before step 1
-    assert len(draws) == len(set(draws)) == 3 * 2 * 84
-
-
-def test_groups_end_cleanly(same):
-    """Rank 1 came last, and all waited. A thread that is left can abort the exit: none is."""
-    for name in ("2x4", "4x2", "3x1x2"):
-        seen = same[0][name]
-        assert min(rank["left"] for rank in seen) >= max(rank["ready"] for rank in seen)
-        threads = [rank["threads"] for rank in seen]
-        assert not LINUX or all(before - after >= 3 for before, after in threads), threads
-
-
-def test_saved_names_and_learning_rate(same):
-    """Names of the bare model. The rate scales with the processes, warms up, follows a cosine."""
-    names = ddp_train.ByteTransformer(1, 2, 16, 32).state_dict().keys()
-    for name in SAME:
-        peak, total = (3 * 2e-3, 84) if name == "3x1x2" else (2e-3, 60)
-        cosine = lambda step: (1 + math.cos(math.pi * step / total)) / 2
-        rates = {step + 1: peak * min(1, (step + 1) / 3) * cosine(step) for step in range(total)}
-        assert logged(same[1] / name, "lr") == pytest.approx(rates)
-        assert load(same[1] / name)["model"].keys() == names
-
-
-def test_workers_are_forked_once(main, tiny, out, monkeypatch):
-    """A fork beside gloo's threads is a risk: one for each loader, not one for each epoch."""
-    fork = mock.Mock(wraps=os.fork)
-    monkeypatch.setattr(os, "fork", fork)
-    main(*tiny, "--epochs", 3, "--eval-every", 5, "--workers", 1)
-    assert fork.call_count == 2 and load(out)["epoch"] == 3
-
-
-def test_resume_at_another_world_size(data, out):
-    """4, then 2, then 1 process, each stopped in the middle of the epoch: every sample once."""
-    seen = []
-    for world, batch, stop in ((4, 3, 5), (2, 5, 12), (1, 7, 99)):
-        more = "--data", data, "--batch-size", batch, "--max-steps", stop
-        batches = [rank["indices"][2 * (world > 1) :] for rank in run_worker(world, out, *more)]
-        seen += itertools.chain(*batches)
-    assert sorted(seen) == list(range(250))
-
-
-def test_loading_processes_of_each_rank_draw_numbers_of_their_own():
-    class Noise(Dataset):
-        __len__ = lambda self: 8
-        __getitem__ = lambda self, i: torch.rand(()).item()
-        collate = lambda self, items: set(items)
-
-    worlds = (World(CPU, rank=rank, size=2) for rank in (0, 1))
-    loaders = [ddp_train.make_loader(Noise(), 4, world, workers=1) for world in worlds]
-    assert len(set.union(*(next(iter(loader)) for loader in loaders))) == 8
-
-
-def test_evaluation_with_batch_norm_is_that_of_the_saved_model(tiny, out):
-    """Rank 0's running means count: what two ranks log is what a plain program computes."""
-    ranks(2, __file__, "faulty", "bn", "0", *tiny, "--eval-every", 20, "--lr", 0.1)
-    args = ddp_train.parse_args([str(a) for a in tiny])
-    held_out, model = ddp_train.load_data(args)[1], NormedModel(args)
-    model.load_state_dict(load(out)["model"])
-    assert [model[i].num_batches_tracked for i in (1, 2)] == [32, 0]
-    x, y = held_out[:]
-    with torch.no_grad():
-        expected = ddp_train.loss_fn(model.eval()(x), y).item()
-    assert logged(out, "val_loss")[32] == pytest.approx(expected, rel=1e-6)
-    loader, score = ddp_train.make_loader(held_out, 4, World(CPU)), ddp_train.score
-    summed = ddp_train.evaluate(model, loader, CPU, score)[0].item()
-    assert summed / len(held_out) == pytest.approx(expected, rel=1e-6) and not model.training
-    many = ddp_train.evaluate(model, loader, CPU, lambda *_: torch.tensor(2**24 + 1))
-    assert many.item() == 4 * (2**24 + 1)
-
-
-def test_model_is_causal():
-    """What comes from byte t on changes nothing that is said before, in training and evaluation."""
-    model, x = ddp_train.ByteTransformer(2, 2, 16, 12), torch.randint(256, (3, 12))
-    for mode, t in itertools.product((True, False), (1, 5, 11)):
-        other = torch.cat([x[:, :t], 255 - x[:, t:]], 1)
-        changed = (model.train(mode)(x) - model(other)).abs().amax((0, 2))
-        assert changed[:t].max() < 1e-6 and changed[t:].min() > 1e-4
-
-
-def test_held_out_bytes_are_not_trained(tmp_path):
-    """The last 5 % of a file, or of a folder's files in their order. A file is mapped, no copy."""
-    (tmp_path / "folder/sub").mkdir(parents=True)
-    (tmp_path / "folder/b").write_bytes(b"\1" * 421)
-    (tmp_path / "folder/a").write_bytes(b"\0" * (8430 - 421))
-    (tmp_path / "file").write_bytes(b"\0" * (8430 - 421) + b"\1" * 421)
-    for where in ("folder", "file"):
-        args = ddp_train.parse_args(["--data", str(tmp_path / where), "--seq-len", "32"])
-        train, held_out, _ = ddp_train.load_data(args)
-        assert (len(train), len(held_out)) == (250, 13)
-        assert all(part.max() == 0 for part in train[:])
-        assert all(part.min() == 1 for part in held_out[:])
-    (tmp_path / "file").write_bytes(b"\2" * 8430)
-    assert train[:][0].min() == 2  # mapped: what was read is no copy
-
-
-# ---- Every way to start it ----
-def test_started_by_hand_only_rank_0_speaks_and_saves(tiny, tmp_path):
-    """Each with a folder of its own, as on machines without a shared disk."""
-    folder = lambda r: tmp_path / f"{r}"
-    outs = ranks(3, SCRIPT, *tiny, "--out", folder, "--max-steps", 3)
-    assert "3 process(es) on 1 node(s)" in outs[0] and "done: step 3" in outs[0]
-    assert outs[1] == outs[2] == "" and (folder(0) / "checkpoint.pt").exists()
-    assert not [*folder(1).iterdir(), *folder(2).iterdir()]
-    # A local rank of one's choice; where the ranks meet, said on the command line.
-    for steps, url in (4, f"tcp://127.0.0.1:{free_port()}"), (5, f"file://{tmp_path}/meet"):
-        more = "--out", folder(0), "--max-steps", steps, "--init-method", url
-        outs = ranks(2, SCRIPT, *tiny, *more, LOCAL_RANK="1", MASTER_ADDR="", MASTER_PORT="")
-        assert f"going on from step {steps - 1}" in outs[0] and outs[1] == ""
-
-
-def test_restarted_ranks_find_each_other():
-    """torchrun's store keeps what ranks left there. Rank 1, back first, must not believe it."""
-    store, names = dist.HashStore(), set()
-    meet = lambda rank, s=PATIENCE: ddp_train.fresh_prefix(store, rank, 2, timedelta(seconds=s))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for n in range(1, 4):
-            names |= set(pool.map(meet, (1, 0)))
-            assert len(names) == n
-            with pytest.raises(RuntimeError, match="not all ranks came"):
-                meet(1, 0.2)
-
-
-@pytest.mark.parametrize("more", [[], pytest.param(["--use_env"], marks=pytest.mark.faults)])
-def test_two_nodes_on_loopback(tiny, tmp_path, more):
-    """Two agents, one by the old launcher: node 1's local rank 0 leaves its folder alone."""
-    port = free_port()
-
-    def agent(r, *launcher):
-        home = f"--node_rank={r}", "--master_addr=127.0.0.1", f"--master_port={port}"
-        launcher = PYTHON, "-m", *launcher, "--nnodes=2", "--nproc_per_node=1"
-        return start(*launcher, *home, SCRIPT, *tiny, "--out", tmp_path / f"{r}", "--max_steps", 3)
-
-    old = agent(1, "torch.distributed.launch", *more)
-    outs = finish_all([agent(0, "torch.distributed.run"), old])
-    assert "2 process(es)" in outs[0] and "done" in outs[0] and "done" not in outs[1]
-    assert (tmp_path / "0/checkpoint.pt").exists() and not list(tmp_path.glob("1/*"))
-
-
-def test_run_single(tiny, tmp_path):
-    """By --spawn. Each of two processes gets half of the cores; a signal to the process that was
-    started is one to them, SIGUSR1 too where torchrun can be told so. The next run finishes."""
-    can = "signals" in get_args_parser().format_help()
-    signum = int(signal.SIGUSR1 if can else signal.SIGTERM)
-    cores = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
-    env = {"PYTHON": PYTHON, "NPROC": "2", "NPROC_PER_NODE": "7"}
-    command = "env", "-u", "OMP_NUM_THREADS", SINGLE, *tiny, *LONG, "--out", tmp_path / "a b"
-    p = start(*command, env=env)
-    printed = read_until(p, "step 5/")
-    for pid in pids_of_ranks(p.pid) if LINUX else ():
-        environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert f"OMP_NUM_THREADS={max(1, cores // 2)}" in environ
-    hit([p.pid], signum)
-    printed += finish(p)
-    assert p.returncode and printed.count(f"stopped by signal {signum}") == 1, printed
-    assert "2 process(es) on 1 node(s)" in printed and load(tmp_path / "a b")["step"] >= 5
-    assert "done" in run(*command, env=env) and load(tmp_path / "a b")["epoch"] == 6
-    assert "NPROC=x" in run(SINGLE, code=2, env={"NPROC": "x"})
-
-
-def test_run_multi_node():
-    """What it refuses, and what it tells torchrun, gloo and NCCL."""
-    home = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    home |= {"PYTHON": PYTHON, "NNODES": "2"}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for env, says in (
-            ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-            ({"MASTER_ADDR": "no.such.host.invalid"}, "does not resolve"),
-            ({"NNODES": "two"}, "NNODES=two"),
-            ({"NODE_RANK": "1"}, "must be NODE_RANK=0"),
-            ({"NODE_RANK": "0", "NNODES": "1:2"}, "NODE_RANK"),
-            ({"MASTER_PORT": port}, f"port {port} is taken"),
-        ):
-            assert says in run(MULTI, code=2, env=home | env)
-    dry = lambda *args, **env: run(MULTI, *args, env=home | {"DRY_RUN": "1"} | env)
-    told = dry("--epochs", 3, MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="mine")
-    assert all(word in told for word in ("GLOO_SOCKET_IFNAME=mine", "is_host=true", "--epochs 3"))
-    told = dry("--out", "a:b", "c d", NPROC_PER_NODE="1")
-    assert "--timeout" not in told and "--out a:b c\\ d" in told
-    assert re.search("GLOO_SOCKET_IFNAME==?lo", told) and "--nproc-per-node=1" in told
-    assert re.search("NCCL_SOCKET_IFNAME==?lo", told) and "--local-addr=127.0.0.1" in told
-    assert "--timeout 20" in dry(NNODES="1:2")
-    assert "--timeout 20" not in dry("--timeout", 9, NNODES="1:2")
-
-
-# ---- One process: options, output, bad input ----
-def test_output_finish_and_extend(main, tiny, out):
-    common, steps = [*tiny, "--seed", 2**31 - 1], lambda: [m["step"] for m in metrics(out)]
-    assert "--no-scale-lr " in main("--help")
-    text = main(*common, "--max_steps=4", "--eval-every", 2)
-    assert "done: step 4" in text and "checkpoint.pt" in text and "step 3/4" in text
-    assert steps() == [1, 2, 2, 3, 4, 4] and list(logged(out, "val_loss")) == [2, 4]
-    keys = {"step", "loss", "lr", "grad_norm", "bytes/s"}
-    assert all(m.keys() == keys for m in metrics(out, "loss"))
-    last = metrics(out)[-1]
-    assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2))
-    state, before = load(out), (out / "checkpoint.pt").read_bytes()
-    assert (state["step"], state["epoch"], state["samples"]) == (4, 0, 16)
-    for _ in range(2):  # nothing is left to do: the same lines again
-        text = main(*common, "--max-steps", 4)
-        assert "done" in text and "--epochs" in text and steps() == [1, 2, 2, 3, 4, 4]
-        assert (out / "checkpoint.pt").read_bytes() == before
-    with open(out / "metrics.jsonl", "ab") as f:
-        f.write(b'{"step": 4, \xff}\n{"step": 5, "loss": 1.0, "lr"')
-    assert "going on from step 4" in main(*common, "--max-steps", 6) and load(out)["step"] == 6
-    assert steps() == [1, 2, 2, 3, 4, 5, 6, 6]
-    main(*common, "--epochs", 1, "--save-every", 63)
-    state = load(out)
-    assert (state["step"], state["epoch"], state["samples"]) == (63, 1, 0)
-    main(*common, "--epochs", 2)
-    assert "from step 126 to 126" in main(*common, "--epochs", 1, "--batch-size", 1)
-
-
-def test_logged_loss_is_the_mean_of_all_elements_since_the_last_line(main, tiny, tmp_path):
-    """The last step of the epoch has 2 samples, the others 4."""
-    rare = "--log-every", 1000, "--save-every", 7, "--eval-every", 11
-    main(*tiny, "--out", tmp_path / "a")
-    main(*tiny, "--out", tmp_path / "b", *rare)
-    each = [loss for loss in logged(tmp_path / "a").values() for _ in range(4)][:250]  # by sample
-    lines, last = logged(tmp_path / "b"), 0
-    assert set(lines) == {*range(7, 64, 7), *range(11, 64, 11)}
-    for step, loss in lines.items():
-        since, last = each[4 * last : 4 * step], step
-        assert loss == pytest.approx(sum(since) / len(since), rel=1e-12)
-
-
-def test_seed(data, tmp_path):
-    """Weights, which such a rate does not change, order and dropout of three steps follow it."""
-    more = "--data", data, "--max-steps", 3, "--lr", 1e-99, "--seed"
-    a, b, c = (run_worker(1, tmp_path / f"{i}", *more, i // 2)[0] for i in range(3))  # 0, 0, 1
-    for name in ("weights", "indices", "draws"):
-        assert len(a[name]) > 0 and a[name] == b[name] != c[name], name
-
-
-def test_progress_bar_and_tensorboard(main, tiny, out, monkeypatch):
-    """At a terminal a bar instead of lines; numbers for TensorBoard where that is installed."""
-    pytest.importorskip("tqdm")
-    board = mock.Mock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    text = main(*tiny, "--max-steps", 3)
-    assert "3/3 [" in text and "done" in text
-    add = board.SummaryWriter.return_value.add_scalar
-    assert {(c[0][0], c[0][2]) for c in add.call_args_list} >= {("loss", 1), ("val_loss", 3)}
-    add.side_effect = OSError(28, "No space left")
-    main(*tiny, "--max-steps", 5, error="No space left")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_mixed_precision(main, tiny, out, monkeypatch, precision):
-    """Clipped after unscaling: before it, 65,536 times less would be left."""
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    kinds = []
-    losing(monkeypatch, lambda n, loss, output: kinds.append(output.dtype) or loss)
-    more = "--precision", precision, "--grad-clip", 1e-3, "--max-steps"
-    assert precision in main(*tiny, *more, 1)
-    assert moment(out).norm() == pytest.approx(1e-4, rel=0.1)
-    main(*tiny, *more, 12)
-    assert kinds == [kind] * 12 and (last := moment(out)).norm() < 1.001e-3  # none was longer
-    assert all(0.01 < norm < 100 for norm in logged(out, "grad_norm").values())
-    assert {v.dtype for v in load(out)["model"].values()} == {torch.float32}
-    # Go on in another precision, without clipping.
-    main(*tiny, "--precision", "fp16", "--max-steps", 13, "--grad-clip", 0)
-    norm = 10 * float((moment(out) - 0.9 * last).norm())
-    assert logged(out, "grad_norm")[13] == pytest.approx(norm, rel=1e-4)
-
-
-def test_scale_is_resumed(main, tiny, out, monkeypatch):
-    """An overflow halves it; it stays so when the run goes on. A hundred of them end the run."""
-    losing(monkeypatch, lambda n, loss, output: loss * (1e36 if n == 2 or n > 5 else 1))
-    for steps in (3, 5):
-        main(*tiny, "--max-steps", steps, "--precision", "fp16")
-        scaler = load(out)["scaler"]
-        assert (scaler["scale"], scaler["_growth_tracker"]) == (2**15, steps - 2)
-    rare = "--log-every", 10, "--save-every", 1000, "--epochs", 9
-    main(*tiny, "--precision", "fp16", *rare, error="not finite at step")
-
-
-@pytest.mark.parametrize("at, kind", [(1, "loss"), (7, "loss"), (7, "gradient")])
-def test_loss_or_gradient_that_is_not_finite(main, tiny, out, monkeypatch, at, kind):
-    """Nothing of it is saved, and the step is named. The gradient of a root at 0 is not finite."""
-    root = lambda output: (output.sum() * 0).sqrt()
-    bad = lambda loss, output: loss * math.nan if kind == "loss" else loss + root(output)
-    losing(monkeypatch, lambda n, loss, output: bad(loss, output) if n == at else loss)
-    main(*tiny, "--log-every", 5, "--save-every", 5, error=f"not finite at step {at},")
-    assert (out / "checkpoint.pt").exists() == (at == 7)
-    if at == 7:
-        assert load(out)["step"] == 5
-        assert all(v.isfinite().all() for v in load(out)["model"].values())
-
-
-def test_loss_that_is_not_finite_on_one_rank_stops_all(tiny, out):
-    more = *tiny, "--save-every", 3
-    printed = "".join(ranks(2, __file__, "faulty", "nan", "1", *more, code=1))
-    assert printed.count("not finite at step 4,") == printed.count("error: ") == 1
-    assert load(out)["step"] == 3
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.faults)])
-def test_compile(main, tiny, tmp_path, monkeypatch, backend):
-    """Whole batches go through what torch.compile made; numbers and names stay the same."""
-    if backend == "inductor" and not shutil.which("g++"):
-        pytest.skip("it needs a C++ compiler")
-    compiled, rows = torch.compile, []
-
-    def counting(model, *args, **kwargs):
-        net = compiled(model, *args, backend=backend, **kwargs)
-        return lambda x: rows.append(len(x)) or net(x)
-
-    monkeypatch.setattr(torch, "compile", counting)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    a, b = tmp_path / "a", tmp_path / "b"
-    main(*tiny, "--out", a, "--compile")  # the last of its 63 batches has 2 rows
-    main(*tiny, "--out", b)
-    assert rows == [4] * 62 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert load(a)["model"].keys() == load(b)["model"].keys()
-    assert logged(a) == pytest.approx(logged(b), rel=1e-4)
-
-
-STARTS = "--backend smoke", "--backend nccl", "--init-method udp://x", "--init-method tcp://x"
-BAD = {
-    **dict.fromkeys(("--data /no/such", "--data=/no"), "No such file"),
-    "--data EMPTY": "0 bytes",
-    "--data SHORT": "60 bytes",
-    "--dim 6 --heads 4": "divisible",
-    "--sync-bn": "no CPU kernel",
-    "--out /proc/no": "'/proc/no'",
-    "--out FILE": "FILE'",
-    **{f"{group} {start}": start for start in STARTS for group in ("", "RANK=0 WORLD_SIZE=1")},
-    "RANK=0 LOCAL_RANK=99 --device cuda": "no GPU 99 among",
-    "RANK=0": "MASTER_ADDR",
-    "RANK=0 WORLD_SIZE=2": "MASTER_ADDR",
-    "RANK=2 WORLD_SIZE=2": "RANK < WORLD_SIZE",
-    "RANK=x WORLD_SIZE=2": "'x'",
-    "WORLD_SIZE=2": "go together",
-    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=TAKEN": "already in use",
-    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=FREE": "rank 1 cannot start",
-}
-NOT_NUMBERS = (
-    "lr 0, lr -1, lr nan, lr inf, batch-size 0, epochs -3, accum 0, max-steps 0, timeout 0, "
-    "timeout 1e15, spawn 0, workers -1, seq-len 0, seed 99999999999, grad-clip -1, batch-size x, "
-    "dropout 1, device tpu9, precision fp8, no-such-option"
-)
-BAD |= {f"--{bad}": f"--{bad.split()[0]}" for bad in NOT_NUMBERS.split(", ")}
-
-
-def test_bad_input(main, tiny, out, tmp_path, monkeypatch, subtests):
-    """One line, which names what is wrong: an option or, in capitals, a variable."""
-    monkeypatch.setattr(ddp_train, "START_LIMIT", 1.0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    known = {name: shlex.quote(str(tmp_path / name)) for name in ("EMPTY", "SHORT", "FILE")}
-    for name, size in zip(known, (0, 60, 5)):
-        (tmp_path / name).write_bytes(b"x" * size)
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        known |= {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
-        for given, says in BAD.items():
-            given = re.sub("|".join(known), lambda name: known[name[0]], given)
-            variables, dashes, options = given.partition("--")
-            env = dict(variable.split("=") for variable in variables.split())
-            with subtests.test(given), mock.patch.dict(os.environ, env):
-                text = main(*tiny, "--timeout", 1, *shlex.split(dashes + options), error=says)
-                assert text.count("\n") == 1 or "MASTER_PORT" in env  # torch logs sockets
-                assert not out.exists()
-    with pytest.raises(SystemExit, match="device gpu: no GPU 0"):
-        ddp_train.init_distributed("gpu")
-    monkeypatch.setattr(ddp_train, "gather", lambda _: [("a", {}), ("b", {"x": 1})])
-    with pytest.raises(SystemExit, match=r"x is 1 on rank 1 \(b\), None on rank 0"):
-        ddp_train.check_alike({})
-
-
-def test_bad_input_on_all_ranks_and_on_one(tiny, data, tmp_path):
-    """Two ranks say it once; where only rank 1 has it, both end, and both say whose it is."""
-    printed = "".join(ranks(2, SCRIPT, *tiny, "--data", "/no/such", code=1))
-    assert printed.count("No such file") == printed.count("\n") == 1
-    changed = tmp_path / "changed"  # one bit
-    changed.write_bytes(data.read_bytes().replace(b"dog", b"dof", 1))
-    for option, usual, other, says in (
-        ("--data", data, changed, "data of CRC-32"),
-        ("--lr", "0.1", "0.5", "--lr is 0.5 on rank 1"),
-        ("--data", data, os.fsdecode(b"/no/\xff"), "No such file"),
-    ):
-        outs = ranks(2, SCRIPT, *tiny, option, lambda r: (usual, other)[r], code=1)
-        printed = "".join(outs)
-        assert all(said.count("\n") <= 1 for said in outs), outs
-        assert says in printed and "rank 1 (" in printed and "Traceback" not in printed, outs
-        assert not (tmp_path / "out").exists()
-
-
-# ---- Checkpoint ----
-@pytest.mark.parametrize("links", [True, False])
-def test_checkpoint_is_replaced_in_one_step(main, tiny, out, monkeypatch, links):
-    """A reader finds the old one or the new one; without hard links, under one of two names."""
-    seen, path, previous = [], out / "checkpoint.pt", out / "checkpoint.prev.pt"
-
-    def watch(name, function):
-        def call(*args, **kwargs):
-            if name == "link" and not links:
-                raise PermissionError("as exFAT does")
-            function(*args, **kwargs)
-            seen.append((name, path.exists(), path.exists() or previous.exists()))
-
-        monkeypatch.setattr(os, name, call)
-
-    main(*tiny, "--max-steps", 1)
-    for name in ("replace", "unlink", "fsync", "link"):
-        watch(name, getattr(os, name))
-    main(*tiny, "--max-steps", 4, "--save-every", 1)
-    names, there, either = zip(*seen)
-    assert names.count("fsync") == 3 and names[0] == "fsync" and names.count("replace") >= 3
-    assert all(either) and all(there) == links
-    assert load(out)["step"] == 4 and load(out, previous.name)["step"] == 3
-
-
-def test_checkpoint_has_the_weights_of_its_step(main, tiny, tmp_path, monkeypatch):
-    """It is written while training goes on, here three steps later; the same as if waited for."""
-    args = *tiny, "--max-steps", 9, "--save-every", 5, "--out"
-    save, write, later = Checkpoint.save, torch.save, threading.Event()
-    waited = lambda self, step, **values: [save(self, step, **values), self.wait()]
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "save", waited)
-        main(*args, tmp_path / "a")
-    monkeypatch.setattr(torch, "save", lambda *a: later.wait(PATIENCE) and write(*a))
-    losing(monkeypatch, lambda n, loss, output: (n == 8 and later.set()) or loss)
-    main(*args, tmp_path / "b")
-    for name in ("checkpoint.prev.pt", "checkpoint.pt"):
-        assert_same(load(tmp_path / "a", name), load(tmp_path / "b", name))
-
-
-def test_checkpoint_of_any_parts(tmp_path, capfd):
-    """Two networks, an optimizer, plain values; what a file lacks is called by its name."""
-
-    def parts(seed):
-        torch.manual_seed(seed)
-        nets = {"generator": nn.Linear(2, 3), "discriminator": nn.Linear(3, 1)}
-        adam = torch.optim.AdamW(nets["generator"].parameters())
-        nets["discriminator"](nets["generator"](torch.ones(2))).sum().backward()
-        adam.step()
-        return {**nets, "optimizer_g": adam}
-
-    states = lambda parts: {name: part.state_dict() for name, part in parts.items()}
-    first, second, run = parts(1), parts(2), {"size": 3}
-    plain = {"epoch": 2, "best": [0.5, "text"], "noise": torch.arange(3)}
-    checkpoint = Checkpoint(tmp_path, first, run)
-    assert checkpoint.resume() == {}
-    checkpoint.save(7, **plain)
-    checkpoint.wait()
-    state = Checkpoint(tmp_path, second, run).resume()
-    assert_same(states(first), states(second))
-    assert_same({k: state[k] for k in ("step", *plain)}, {"step": 7, **plain})
-    assert state["generator"]._metadata == first["generator"].state_dict()._metadata
-    for more, other, says in (
-        ({}, {"width": 1}, "width None, this one has 1"),
-        ({"critic": nn.Linear(1, 1)}, run, "has no 'critic'"),
-        ({"discriminator": nn.Linear(4, 1)}, run, "^.* not fit 'discriminator', .*size mism.*$"),
-        ({"optimizer_g": torch.optim.SGD([torch.ones(1)])}, run, "not fit 'optimizer_g'"),
-    ):
-        with pytest.raises(SystemExit, match=says):
-            Checkpoint(tmp_path, parts(3) | more, other).resume()
-    assert "damaged" not in capfd.readouterr().err
-    with pytest.raises(TypeError, match="multiple values.*'generator'"):
-        checkpoint.save(8, generator=1)
-    buffers = len(checkpoint.buffers)
-    for step in (8, 9):
-        checkpoint.save(step, noise=torch.ones(step))
-    assert len(checkpoint.buffers) == buffers  # those of the last save
-    checkpoint.wait()
-    checkpoint.save(10, **plain, path=tmp_path)  # which weights_only=True would refuse
-    with pytest.raises(SystemExit, match="(?s)cannot save.*PosixPath"):
-        checkpoint.wait()
-    assert checkpoint.newest()[0] == 9 and not list(tmp_path.glob("*.tmp"))
-    (tmp_path / "checkpoint.pt").unlink()
-    (tmp_path / "checkpoint.pt").symlink_to("gone")
-    step, path, problem = checkpoint.newest()
-    assert (step, path.name) == (8, "checkpoint.prev.pt") and "No such file" in problem
-
-
-def test_checkpoint_of_another_run(main, tiny, data, out, tmp_path):
-    changed = tmp_path / "changed"
-    changed.write_bytes(data.read_bytes().replace(b"quick", b"brisk"))
-    main(*tiny, "--max-steps", 2)
-    before = (out / "checkpoint.pt").read_bytes()
-    for k, old in {"dim": 16, "heads": 2, "layers": 1, "seed": 0, "seq-len": 32}.items():
-        says = f"is of a run with --{k} {old}, this one has 8: use another --out"
-        assert main(*tiny, "--max-steps", 4, f"--{k}", 8, error=says).count("\n") == 1
-    main(*tiny, "--max-steps", 4, "--data", changed, error="is of a run with data of CRC-32")
-    assert (out / "checkpoint.pt").read_bytes() == before
-
-
-def damaged(content, rng):
-    """A bit flipped (half of all), cut off, a hole, garbage; a third of them at the end."""
-    at = len(content) - 1 - rng.randrange(rng.choice((len(content), len(content), 4000)))
-    hole = content[:at] + bytes(512) + content[at + 512 :]
-    flip = bytearray(content)
-    flip[at] ^= 1 << rng.randrange(8)
-    return rng.choice([content[:at], hole, rng.randbytes(at % 3000), *[flip] * 3])
-
-
-@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.faults)])
-def test_damaged_checkpoints(main, tiny, out, count):
-    """Each is refused, or harmless, as a flip in the padding between records is."""
-    seed = 0 if count == 50 else int(os.environ.get("SEED", random.randrange(10**6)))
-    main(*tiny, "--max-steps", 4, "--save-every", 2)
-    path, rng, steps = out / "checkpoint.pt", random.Random(seed), []
-    good, states = path.read_bytes(), {4: load(out), 2: load(out, "checkpoint.prev.pt")}
-    checkpoint = Checkpoint(out, {})
-    for i in range(count):
-        print(f"SEED={seed}, file {i}", flush=True)
-        path.write_bytes(damaged(good, rng))
-        step, newest, problem = checkpoint.newest()
-        assert (step, newest.name) in ((4, "checkpoint.pt"), (2, "checkpoint.prev.pt"))
-        assert ("damaged" in problem) == (step == 2)
-        assert_same(load(out, newest.name), states[step])
-        steps.append(step)
-    assert steps.count(2) > 0.8 * count
-
-
-def test_damaged_checkpoints_are_named_and_not_kept_as_the_one_before(main, tiny, out):
-    main(*tiny, "--max-steps", 4, "--save-every", 2)
-    path, previous = out / "checkpoint.pt", out / "checkpoint.prev.pt"
-    path.write_bytes(b"not a checkpoint")
-    names = "checkpoint.pt is damaged.*going on from .*checkpoint.prev.pt"
-    assert re.search(f"warning: .*{names}", main(*tiny, "--max-steps", 4))
-    assert (out / "checkpoint.damaged").read_bytes() == b"not a checkpoint"
-    assert load(out)["step"] == 4
-    assert not previous.exists() or load(out, previous.name)["step"] == 2
-    main(*tiny, "--max-steps", 6, "--save-every", 2)
-    assert load(out, previous.name)["step"] == 4
-    # The entry of a weight in the directory at the end, which no CRC protects.
-    good = path.read_bytes()
-    at = 38 + re.search(rb"PK\x01\x02.{42}[^/]*/data/0", good, re.S).start()
-    path.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])  # a "directory": torch
-    assert Checkpoint(out, {}).newest()[0] == 4  # would take for the weights what is in memory
-    for file in (path, previous):
-        file.write_bytes(good[:-100])
-    assert main(*tiny, "--max-steps", 9, error="nothing to go on from").count("\n") == 1
-    assert path.read_bytes() == good[:-100]
-
-
-def test_checkpoint_is_data_not_code(main, tiny, tmp_path):
-    """Here, and as the file of a rank other than 0 on a disk of its own."""
-    bomb, folders = tmp_path / "exploded", [tmp_path / "0", tmp_path / "1"]
-
-    class Bomb:
-        __reduce__ = lambda self: (os.mkdir, (str(bomb),))
-
-    content = {"step": 10**6, "model": Bomb()}
-    for folder, save in zip(folders, (pickle.dump, torch.save)):
-        folder.mkdir()
-        with open(folder / "checkpoint.pt", "wb") as f:
-            save(content, f)
-        main(*tiny, "--out", folder, error="not a checkpoint")
-    outs = ranks(2, SCRIPT, *tiny, "--out", lambda r: [tmp_path / "new", folders[0]][r], code=1)
-    printed = "".join(outs)
-    assert "rank 1: " in printed and "not a checkpoint" in printed and printed.count("\n") == 1
-    assert not bomb.exists()
-
-
-@pytest.mark.skipif(not LINUX, reason="reads /proc/self/status")
-def test_resume_keeps_one_copy_per_node(tmp_path):
-    """200 MB, two ranks: on one disk, or on two of which rank 1's has it. Mapped is no copy."""
-    path = tmp_path / "1/checkpoint.pt"
-    path.parent.mkdir()
-    torch.save({"step": 9, "run": {}, "part": {"weight": torch.full((50_000_000,), 7.0)}}, path)
-    for folders in ("11", "01"):
-        had = ranks(2, __file__, "resuming", lambda r: tmp_path / folders[r])
-        assert sum(map(int, had)) < 1.1 * path.stat().st_size, had
-
-
-def test_two_runs_into_one_folder(main, tiny, out):
-    first = start(PYTHON, SCRIPT, *tiny, *LONG)
-    read_until(first, "step 9/")  # soon it blocks, and keeps the folder
-    assert main(*tiny, error="is in use by another run").count("\n") == 1
-
-
-@pytest.mark.parametrize("size, save_every", [(50_000, 7), (5_000, 1000), (10**9, 7)])
-def test_full_disk_or_read_only_folder(main, tiny, out, request, size, save_every):
-    """A limit of the size of files is the full disk. 10**9: a folder read-only even to root."""
-    freeze, thaw = ("chattr +i", "chattr -i") if os.geteuid() == 0 else ("chmod a-w", "chmod u+w")
-    main(*tiny, *LONG, "--max-steps", 7)
-    before = (out / "checkpoint.pt").read_bytes()
-    if size == 10**9:
-        if subprocess.run([*freeze.split(), out]).returncode:
-            pytest.skip("root, and no chattr that works here")
-        request.addfinalizer(lambda: subprocess.run([*thaw.split(), out], check=True))
-    more = *tiny, *LONG, "--save-every", save_every
-    outs = ranks(2, __file__, "faulty", f"disk{size}", "", *more, code=1)
-    says = "the checkpoint before it is intact" if save_every == 7 else "File too large"
-    assert "error: rank 0 (" in outs[0] and says in outs[0], outs
-    assert "step 90/" not in outs[0] and "Traceback" not in "".join(outs), outs
-    assert outs[1].count("\n") <= 1
-    assert (out / "checkpoint.pt").read_bytes() == before and not (out / "checkpoint.tmp").exists()
-
-
-# ---- Stop, kill, resume: the same bits ----
-def untouched(data, world, *more):
-    """The folder of the run that nobody touched."""
-    command = SCRIPT, *TINY, *LONG, "--data", data, *more, "--out"
-    return shared(f"untouched{world}{''.join(more)}", lambda out: ranks(world, *command, out))
-
-
-@pytest.mark.parametrize(
-    "case", "1 TERM step 25/, 1 USR1 from step 0, 3 INT step 25/, 2 TERM step 33/".split(", ")
-)
-def test_stop_and_resume_is_bit_identical(tiny, data, out, case):
-    """A signal to one rank; in the middle of an epoch, at the start, before an evaluation. All
-    leave together; the next start ends with the same bits. Three processes: DDP's order of
-    summation matters. Two: torchrun, with restarts left, does not restart them."""
-    world, name, line = case.split(" ", 2)
-    world, signum = int(world), signal.Signals[f"SIG{name}"].value
-    more = *tiny, *LONG, "--save-every", 10**6
-    if world == 2:
-        p = start(*torchrun(2, "--max-restarts=3"), SCRIPT, *more)
-        printed = signalled(p, lambda p: pids_of_ranks(p.pid)[-1:], signum, line)
-        assert p.returncode == 0
-    else:
-        processes = by_hand(world, SCRIPT, *more)
-        printed = read_until(processes[0], line)
-        os.kill(processes[-1].pid, signum)
-        printed += "".join(finish_all(processes, 128 + signum))
-    assert printed.count(f"stopped by signal {signum}") == 1, printed
-    assert printed.count("process(es)") == 1 and "Traceback" not in printed
-    step = int(re.search(r"stopped by .* step (\d+)", printed)[1])
-    assert not step or load(out)["step"] == step
-    again = ranks(world, SCRIPT, *tiny, *LONG)[0]
-    assert not step or f"going on from step {step} " in again and f"step {step + 1}/" in again
-    assert_same_run(out, untouched(data, world))
-
-
-def test_stop_signal_to_the_launcher_and_during_evaluation(tiny, data, out):
-    """Each step ends with an evaluation: it comes in one. Loading processes get it and live on."""
-    more = "--eval-every", "1", "--workers", "1", "--epochs", "2"
-    p = start(*torchrun(2), SCRIPT, *tiny, *LONG, *more)
-    printed = signalled(p, lambda p: [*tree(p.pid), p.pid], signal.SIGTERM, "step 9/")
-    assert printed.count("stopped by signal 15") == 1 and "DataLoader" not in printed, printed
-    assert load(out)["step"] == int(re.search(r"stopped by .* step (\d+)", printed)[1])
-    ranks(2, SCRIPT, *tiny, *LONG, *more)
-    assert_same_run(out, untouched(data, 2, *more))
-
-
-@pytest.mark.parametrize("last", [3, 9])
-@pytest.mark.parametrize("killed", [True, False])
-def test_killed_or_stopped_in_an_evaluation(main, tiny, out, monkeypatch, last, killed):
-    """The steps before it are saved, and the next start evaluates."""
-    common = *tiny, "--max-steps", last, "--eval-every", 3, "--save-every", 100
-    save, evaluate = Checkpoint.save, ddp_train.evaluate
-    told = lambda *a: os.kill(os.getpid(), signal.SIGTERM) or evaluate(*a)
-    with monkeypatch.context() as patch:
-        patch.setattr(ddp_train, "evaluate", (lambda *a: sys.exit("killed")) if killed else told)
-        patch.setattr(Checkpoint, "save", lambda self, *a, **k: (save(self, *a, **k), self.wait()))
-        main(*common, error="killed" if killed else None, code=0 if killed else 143)
-    assert load(out)["step"] == 3 and not metrics(out, "val_loss")
-    main(*common)
-    assert list(logged(out, "val_loss")) == [*range(3, last + 1, 3)]
-
-
-def test_reader_of_the_output_that_is_gone(tiny, out):
-    """Ctrl-C on `... | tee log` ends the `tee`, too. The run still saves."""
-    p = start(PYTHON, SCRIPT, *tiny, *LONG, "--save-every", 10**6)
-    read_until(p, "step 5/")
-    p.stdout.close()
-    os.kill(p.pid, signal.SIGTERM)
-    p.wait(PATIENCE)
-    assert p.returncode == 128 + signal.SIGTERM and load(out)["step"] >= 5
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.faults)])
-def test_kill_9(data, tmp_path, kills):
-    """torchrun starts the ranks again, or else we. The long form: any process, at any moment."""
-    victims, first = ["rank 1"], 4
-    if kills > 1:
-        victims += ["rank 0", "loader", "agent", "all"]
-        first = int(os.environ.get("SEED", random.randrange(10**6)))
-    for seed in range(first, first + int(os.environ.get("KILLS", kills))):
-        rng, out = random.Random(seed), tmp_path / str(seed)
-        victim = rng.choice(victims)
-        print(f"SEED={seed} KILLS=1: {victim}", flush=True)
-        tiny, more = [*TINY, "--data", data, "--out", out], ("--workers", "1")
-        p = start(*torchrun(2, "--max-restarts=3"), SCRIPT, *tiny, *LONG, *more)
-        if rng.random() < 0.8:
-            read_until(p, f"step {rng.randint(1, 175)}/|done")
-        else:
-            read_until(p, "OMP|process")
-            time.sleep(rng.random() * 4)  # any moment of the start
-        pids = pids_of_ranks(p.pid)
-        loaders = [c for r in pids for c in children(r)]
-        of = {"rank 0": pids[:1], "rank 1": pids[1:], "loader": loaders[:1], "agent": [p.pid]}
-        hit(of.get(victim, [p.pid, *pids, *loaders]), signal.SIGKILL)
-        printed = finish(p)  # until the last of them is gone: without torchrun the ranks die
-        if p.returncode:
-            printed += ranks(2, SCRIPT, *tiny, *LONG, *more)[0]
-        assert "done" in printed, printed
-        assert_same_run(out, untouched(data, 2))
-        shutil.rmtree(out)
-
-
-def test_ranks_die_with_torchrun(tiny, out):
-    """Nobody could stop or restart them any more, and they would keep the folder."""
-    p = start(*torchrun(2), SCRIPT, *tiny, *LONG)
-    printed = signalled(p, lambda p: [p.pid], signal.SIGKILL, "step 30/")
-    assert "stopped by" not in printed and "done" not in printed
-    assert 21 <= load(out)["step"] < 192
-
-
-def test_node_with_another_disk_catches_up(tiny, data, tmp_path):
-    """A disk each, the newest on one: a node without it, or with a damaged one, gets a copy."""
-    a, b, args = tmp_path / "a", tmp_path / "b", [*tiny, *LONG, "--out"]
-    disks = lambda r: (a, b)[r]
-    processes = by_hand(2, SCRIPT, *args, b)
-    read_until(processes[0], "step 40/")
-    os.kill(processes[1].pid, signal.SIGUSR1)
-    finish_all(processes, 128 + signal.SIGUSR1)
-    newest, step = (b / "checkpoint.pt").read_bytes(), load(b)["step"]
-    for lacks, damaged in (a, newest[:-1]), (b, b""), (a, b""):
-        shutil.rmtree(lacks, ignore_errors=True)
-        lacks.mkdir()
-        if damaged:
-            (lacks / "checkpoint.pt").write_bytes(damaged)
-        said = ranks(2, SCRIPT, *args, disks, "--max-steps", step)[0]
-        assert f"going on from step {step}" in said and ("rank 0: " in said) == bool(damaged)
-        assert (a / "checkpoint.pt").read_bytes() == (b / "checkpoint.pt").read_bytes() == newest
-        assert not damaged or (a / "checkpoint.damaged").read_bytes() == damaged
-    ranks(2, SCRIPT, *args, disks)
-    assert_same(load(a), load(untouched(data, 2)))
-
-
-@pytest.mark.faults
-def test_clean_exits(tiny):
-    """20 of 20: no abort of the interpreter, no torch warning about the group."""
-    for _ in range(20):
-        printed = run(*torchrun(2), SCRIPT, *tiny, "--max-steps", 5)
-        assert not re.search("terminate called|Traceback|destroy_process_group", printed), printed
-
-
-# ---- A rank that fails ----
-def test_rank_that_raises(tiny):
-    """Its traceback once and first, a line of the other; its children are not waited for."""
-    command = __file__, "faulty", "raise", "1", *tiny, "--workers", 1
-    printed = run(*torchrun(2), *command, code=1)
-    lines = [line for line in printed.splitlines() if ": error: rank " in line]
-    assert len(lines) == 2 and "rank 1 (" in lines[0] and "boom" in lines[0], printed
-    assert "rank 0 (" in lines[1] and "before that, rank 1 (" in lines[1], printed
-    assert printed.count("ApiError: boom") == 1, printed
-
-
-def test_loading_processes_end_with_the_interpreter(tiny):
-    """They ignore SIGTERM. A process that raises, as a child, too; a script that keeps a loader."""
-    alone = PYTHON, __file__, "faulty", "raise", "alone", *tiny, "--workers", 1
-    for launcher in ["env"], []:
-        assert "ApiError: boom" in run(*launcher, *alone, code=1)
-    script = """import ddp_train as dt
-loader = dt.make_loader(range(9), 4, dt.World(dt.torch.device("cpu")), workers=2)
-next(iter(loader))"""
-    assert run("env", PYTHON, "-c", script) == ""
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed(tiny, victim):
-    """The other ends at once; where gloo does not notice, as happens now and then, by --timeout."""
-    processes = by_hand(2, SCRIPT, *tiny, *LONG, "--timeout", 60)
-    read_until(processes[0], "step 5/")
-    os.kill(processes[victim].pid, signal.SIGKILL)
-    printed = finish(processes[1 - victim])
-    assert processes[1 - victim].returncode == 1 and f"rank {1 - victim} (" in printed
-
-
-@pytest.mark.parametrize("hangs", ["0", "1"])
-def test_rank_that_hangs(tiny, hangs):
-    """The others miss it after --timeout, though the start takes longer; it says where it was."""
-    begin = time.monotonic()
-    outs = ranks(2, __file__, "faulty", "hang", hangs, *tiny, "--timeout", 2, code=1)
-    assert time.monotonic() - begin < 90  # not the 120 s of the start, nor the usual 600
-    hung = outs[int(hangs)]
-    assert "step 3/" in outs[0]
-    assert "ended at" in hung and "in loss_fn" in hung, outs
-    assert f"before that, rank {1 - int(hangs)} (" in hung, outs
-
-
-# ---- Two hosts: network and UTS namespaces, a wire, no DNS; each is 127.0.1.1 to itself ----
-@contextlib.contextmanager
-def two_hosts(folder):
-    """What a command begins with on host a, 10.77.0.1, and on host b, 10.77.0.2; `ip` on either."""
-    names, prefixes = [f"ddp-{MARK}-{x}" for x in "ab"], []
-    run_ip = lambda i, line: subprocess.run(["ip", "-n", names[i], *line.split()], check=True)
-    try:
-        for name in names:
-            subprocess.run(["ip", "netns", "add", name], check=True)
-        run_ip(0, f"link add wire type veth peer name wire netns {names[1]}")
-        for i, name in enumerate(names):
-            wire = f"addr add 10.77.0.{i + 1}/24 dev wire"
-            for line in (wire, "link set lo up", "link set wire up"):
-                run_ip(i, line)
-            (folder / name).write_text(f"127.0.0.1 localhost\n127.0.1.1 host{'ab'[i]}\n")
-            shell = f"hostname host{'ab'[i]}; mount --bind '{folder / name}' /etc/hosts; "
-            shell += 'mount --bind /dev/null /etc/resolv.conf; exec "$@"'
-            namespaces = f"ip netns exec {name} unshare --uts --mount sh -c".split()
-            prefixes.append([*namespaces, shell, "sh"])
-        yield prefixes, run_ip
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+LIKE_1X8 = "2x4", "4x2", "1x2x4"
 
 
 @pytest.fixture
-def hosts(tiny, tmp_path):
-    """A function that starts MULTI on host 0 or 1, with the folder a or b as --out; `ip` on it."""
-    probe = "unshare --net --uts --mount ip link add veth-probe type veth"
-    if subprocess.run(probe, shell=True, capture_output=True).returncode:
-        pytest.skip("needs root on Linux with `ip` and network namespaces")
-    with two_hosts(tmp_path) as (prefixes, run_ip):
+def same(tmp_path_factory, data):
+    """The folder of the watched runs of SAME: two epochs of 250 samples."""
 
-        def join(i, *args, **env):
-            env = {"MASTER_ADDR": "10.77.0.1", "NNODES": "2", "PYTHON": PYTHON, **env}
-            command = *prefixes[i], MULTI, *tiny, "--out", tmp_path / "ab"[i], *args
-            return start(*command, env=env)
+    def make(base):
+        for name, (world, options) in SAME.items():
+            folder = base / name
+            options = *TINY, *options.split(), "--epochs", 2, "--data", data
+            command = "watch", folder, *options, "--out", folder
+            if world == 1:
+                watch(*command[1:])
+            elif name == "2x4":
+                run(*torchrun(2, DRIVER, *command))
+            else:
+                run_ranks(world, DRIVER, *command)
 
-        yield join, run_ip
-
-
-@pytest.mark.parametrize("first, nproc, ranked, name", [(1, 2, 0, "10.77.0.1"), (0, 1, 1, "hosta")])
-def test_two_bare_hosts(hosts, tmp_path, first, nproc, ranked, name):
-    """In either order, with NODE_RANK and without; host a may know itself by its name."""
-    both = {}
-    for i in (first, 1 - first):
-        env = {"NPROC_PER_NODE": str(nproc), "MASTER_ADDR": "10.77.0.1" if i else name}
-        env |= {"NODE_RANK": str(i)} if ranked else {}
-        both[i] = hosts[0](i, "--max-steps", 3, **env)
-    outs = finish_all([both[0], both[1]])
-    printed = "".join(outs)
-    assert f"{2 * nproc} process(es) on 2 node(s)" in printed and printed.count("done:") == 1
-    assert "10.77.0.1 on wire" in outs[0] and "this node" in outs[0]
-    assert "10.77.0.2 on wire leads to 10.77.0.1" in outs[1]
-    saved = list(tmp_path.glob("*/checkpoint.pt"))
-    assert len(saved) == 1 and (not ranked or saved == [tmp_path / "a/checkpoint.pt"])
+    return made_once(tmp_path_factory, "same", make)
 
 
-@pytest.mark.faults
-def test_nodes_that_do_not_meet(hosts):
-    join, _ = hosts
-    a, b = join(0, RDZV_TIMEOUT="12"), join(1, RDZV_TIMEOUT="12", NNODES="3")
-    printed = finish(b), finish(a)
-    assert "NNODES is 3 on this node, hostb, and 2 on 10.77.0.1" in printed[0], printed
-    assert "only 1 of 2 nodes came within 12 s" in printed[1] and "Traceback" not in printed[1]
-    assert b.returncode == 2 and a.returncode
-    for env, says in (
-        ({"RDZV_TIMEOUT": "2"}, "nobody serves 10.77.0.1:29500 after 2 s"),
-        ({"MASTER_ADDR": "10.99.0.1"}, "no route"),
-    ):
-        b = join(1, **env)
-        assert says in finish(b) and b.returncode == 2
+# ---- The same numbers on any number of ranks -----------------------------------------
+@processes
+@pytest.mark.parametrize("name", LIKE_1X8)
+def test_same_losses(same, name):
+    assert len(logged(same / name)) == STEPS
+    assert logged(same / name) == pytest.approx(logged(same / "1x8"), rel=1e-4)
+    norms = logged(same / name, "grad_norm")
+    assert norms == pytest.approx(logged(same / "1x8", "grad_norm"), rel=1e-2)
+    losses = logged(same / name)
+    assert losses[STEPS] < losses[1]
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("fault", ["killed", "cut"])
-def test_elastic_node_leaves_and_returns(hosts, fault):
-    """NNODES=1:2. Host b dies or loses its wire: a goes on alone. b returns: a takes it back. No
-    sample is left out, and no more is trained again than lies between two checkpoints."""
-    args = "--epochs", 2000, "--save-every", 20, "--log-every", 10
-    join = lambda i: hosts[0](i, *args, NNODES="1:2", MAX_RESTARTS="9")
-    a, b = join(0), join(1)
-    printed = read_until(a, "2 process.* on 2 node") + read_until(a, r"step [4-9]\d/")
-    if fault == "killed":
-        kill(b)
+@processes
+@pytest.mark.parametrize("name", LIKE_1X8)
+def test_same_learning_rates(same, name):
+    rates = logged(same / name, "lr")
+    assert rates == pytest.approx(logged(same / "1x8", "lr"))
+    assert len(set(rates.values())) > STEPS / 2
+
+
+@processes
+@pytest.mark.parametrize("name", LIKE_1X8)
+@pytest.mark.parametrize("step, limit", [(1, 1e-5), (32, 1e-3)])
+def test_same_gradients(same, name, step, limit):
+    """Step 32, the last of the epoch, has 2 samples for up to 4 ranks."""
+    expected = gradient(seen_by(same / "1x8", 1)[0], step)
+    for rank in seen_by(same / name, SAME[name][0]):
+        difference = gradient(rank, step) - expected
+        assert difference.norm() <= limit * expected.norm()
+
+
+def gradient(seen, step):
+    """What Adam got in this step, after clipping: its momentum is 0.9 old + 0.1 new."""
+    new = seen["momentum"][step - 1]
+    if step == 1:
+        return 10 * new
+    return 10 * (new - 0.9 * seen["momentum"][step - 2])
+
+
+@processes
+@pytest.mark.parametrize("name", LIKE_1X8)
+def test_same_evaluation(same, name):
+    """After each epoch, on 13 samples, which no number of ranks divides."""
+    expected = logged(same / "1x8", "val_loss")
+    assert list(expected) == [STEPS / 2, STEPS]
+    assert logged(same / name, "val_loss") == pytest.approx(expected, rel=1e-4)
+
+
+@processes
+@pytest.mark.parametrize("name", ["2x4", "4x2", "3x1x2"])
+def test_weights_are_equal_on_all_ranks(same, name):
+    seen = seen_by(same / name, SAME[name][0])
+    assert len(set(seen[0]["weights"])) > STEPS
+    for rank in seen:
+        assert rank["weights"] == seen[0]["weights"]
+
+
+@processes
+def test_each_sample_once_per_epoch(same):
+    """250 samples on 3 ranks: the last round of an epoch has two repeats."""
+    read = []
+    by_rank = [rank["read"] for rank in seen_by(same / "3x1x2", 3)]
+    for turn in zip(*by_rank, strict=True):
+        read += turn
+    first = read[:250]
+    second = read[252:502]
+    assert len(read) == 2 * 252
+    assert sorted(first) == sorted(second) == list(range(250))
+    assert first != second
+
+
+@processes
+@pytest.mark.parametrize("name", ["2x4", "3x1x2"])
+def test_one_all_reduce_per_optimizer_step(same, name):
+    """DDP averages each bucket of gradients once. 3x1x2 has two micro-batches."""
+    for rank in seen_by(same / name, SAME[name][0]):
+        for buckets in rank["reduced"]:
+            assert buckets
+            assert len(buckets) == len(set(buckets))
+
+
+@processes
+def test_random_numbers_differ_by_rank_and_step(same):
+    """Those of dropout. The tests of stops show that a resume does not change them."""
+    numbers = []
+    for rank in seen_by(same / "3x1x2", 3):
+        numbers += rank["random"]
+    assert len(numbers) == len(set(numbers)) == 3 * 84
+
+
+class NormedModel(nn.Sequential):
+    """Batch norm over the 32 positions."""
+
+    def __init__(self, args):
+        super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32))
+
+    def forward(self, x):
+        return super().forward(x.long())
+
+
+@processes
+def test_batch_norm_is_evaluated_as_it_is_saved(tiny, out):
+    """Each rank has running means of its own. Those of rank 0 count."""
+    run_ranks(2, DRIVER, "batch-norm", *tiny, "--max-steps", 20)
+    args = ddp_train.parse_args([str(word) for word in tiny])
+    model = NormedModel(args)
+    model.load_state_dict(load(out)["model"])
+    held_out = ddp_train.load_data(args)[1]
+    with torch.no_grad():
+        loss = ddp_train.compute_loss(model.eval(), held_out[:])
+    assert logged(out, "val_loss") == {20: pytest.approx(loss.item(), rel=1e-6)}
+
+
+# ---- Every way to start, to stop and to go on ----------------------------------------
+def stopped_at(said, number, out):
+    """The step at which the run says, once, that it has stopped. It must be saved."""
+    found = re.findall(rf"stopped by signal {number}, saved at step (\d+)", said)
+    assert len(found) == 1, said
+    assert "done" not in said
+    assert load(out)["step"] == int(found[0])
+    return int(found[0])
+
+
+@processes
+def test_only_rank_0_speaks_and_saves(untouched):
+    """Two ranks, started by hand, with a folder of their own each."""
+    folder = untouched(2)
+    said = (folder / "said.0").read_text()
+    assert said.startswith("ranks: 2, nodes: 1, cpu, fp32\n")
+    assert f"done: step {STEPS}" in said
+    assert (folder / "said.1").read_text() == ""
+    assert list((folder / "1").iterdir()) == []
+
+
+@processes
+def test_stop_under_torchrun_by_tcp_and_resume_by_file(tiny, out, untouched):
+    """Ctrl-C at torchrun, in an evaluation. Then the same bits."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    options = *tiny, *LONG, "--init-method", address
+    said = run(*torchrun(2, DRIVER, "evaluate-parent-INT", 1, 1, *options), code=None)
+    assert stopped_at(said, 2, out) in (12, 13)  # the evaluation is after step 11
+    run_ranks(2, SCRIPT, *tiny, *LONG, "--init-method", f"file://{out}/meet")
+    assert_same_run(out, untouched(2))
+
+
+@processes
+def test_stop_of_two_nodes_and_resume_by_tcp(tiny, out, untouched):
+    """Two torchruns, one is the old launcher. In its first step rank 0 gets SIGUSR1."""
+    home = "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"
+    home = *home, f"--master-port={free_port()}"
+    new = PYTHON, "-m", "torch.distributed.run", "--node-rank=0", *home
+    old = PYTHON, "-m", "torch.distributed.launch", "--node-rank=1", *home
+    agents = [
+        start(*new, DRIVER, "USR1", 0, 1, *tiny, *LONG),
+        start(*old, SCRIPT, *tiny, *LONG),
+    ]
+    said = "".join(finish_all(agents))
+    assert stopped_at(said, int(signal.SIGUSR1), out) == 2
+    by_hand = *tiny, *LONG, "--init-method", f"tcp://127.0.0.1:{free_port()}"
+    run_ranks(2, SCRIPT, *by_hand, env={"MASTER_ADDR": "", "MASTER_PORT": ""})
+    assert_same_run(out, untouched(2))
+
+
+@processes
+def test_stop_of_spawned_ranks(tiny, out):
+    """Loading processes get the signal, too, and go on until their rank has saved."""
+    options = *tiny, "--workers", 1, "--epochs", 99, "--spawn", 2
+    launcher = start(PYTHON, SCRIPT, *options)
+    wait_for(launcher, "step 9 ")
+    os.kill(launcher.pid, signal.SIGTERM)
+    said = finish(launcher, code=None)
+    assert stopped_at(said, 15, out) >= 9
+    assert "DataLoader" not in said
+    assert "error: rank" not in said
+
+
+@processes
+def test_stop_of_three_ranks(same, tiny, out):
+    """By Ctrl-C at rank 2. DDP may add in another order after the resume: 1e-6."""
+    options = *tiny, "--epochs", 2, *SAME["3x1x2"][1].split()
+    said = run_ranks(3, DRIVER, "INT", 2, 20, *options, code=128 + 2)
+    assert stopped_at(said[0], 2, out) == 21
+    run_ranks(3, SCRIPT, *options)
+    assert logged(out) == pytest.approx(logged(same / "3x1x2"), rel=1e-6)
+    expected = load(same / "3x1x2")["model"]
+    for name, weight in load(out)["model"].items():
+        # The bias of the keys has no influence: its gradient is nothing but rounding.
+        if not name.endswith("query_key_value.bias"):
+            difference = weight - expected[name]
+            assert difference.norm() <= 1e-6 * expected[name].norm()
+
+
+@processes
+def test_second_ctrl_c_ends_at_once(tiny, out):
+    """But not within a second: then it may be the first, passed on by torchrun."""
+    said = run(PYTHON, DRIVER, "ctrl-c", 0, 5, *tiny, "--save-every", 3, code=130)
+    assert said.endswith("two within a second\n")
+    assert load(out)["step"] == 3
+
+
+def into_nothing(*command):
+    """The command of a shell, whose output goes to a process that has ended."""
+    return "bash", "-c", 'set -o pipefail; "$@" 2>&1 | true', "bash", PYTHON, *command
+
+
+@processes
+def test_stop_when_the_reader_of_the_output_has_gone(tiny, out, untouched):
+    """Ctrl-C at `... | tee log` ends tee, too. The run still saves."""
+    run(*into_nothing(DRIVER, "TERM", 0, 20, *tiny, *LONG), code=128 + 15)
+    assert load(out)["step"] == 20
+    train(*tiny, *LONG)
+    assert_same_run(out, untouched(1))
+
+
+@processes
+def test_failure_when_the_reader_of_the_output_has_gone(tiny):
+    run(*into_nothing(DRIVER, "raise", 0, 20, *tiny), code=1)
+
+
+@processes
+@pytest.mark.skipif(not LINUX, reason="only Linux kills them with their parent")
+def test_kill_9_leaves_a_whole_log_and_no_process(tiny):
+    """The rank has a loading process, which is busy. Its output goes to a file."""
+    said = run(PYTHON, DRIVER, "busy-KILL", 0, 9, *tiny, "--workers", 1, code=-9)
+    assert "step 8  loss" in said
+    wait_until_none_is_left()
+
+
+def wait_until_none_is_left():
+    end = time.monotonic() + 30
+    while any(is_alive(pid) for pid in descendants(os.getpid())):
+        if time.monotonic() > end:
+            fail("a process is left", STARTED[0])
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+@processes
+@pytest.mark.parametrize("fault, code", [("busy-TERM", 128 + 15), ("busy-raise", 1)])
+def test_busy_loading_process_does_not_delay_the_end(tiny, fault, code):
+    run(PYTHON, DRIVER, fault, 0, 9, *tiny, "--workers", 1, code=code)
+    wait_until_none_is_left()
+
+
+# ---- Ranks that fail -----------------------------------------------------------------
+@processes
+def test_rank_that_raises(tiny):
+    """Its traceback; the other rank ends, too, long before --timeout, with one line."""
+    said = run_ranks(2, DRIVER, "raise", 1, 5, *tiny, code=1)
+    assert "error: rank 1: Traceback" in said[1]
+    assert said[1].count("RuntimeError: boom") == 1
+    assert errors_of(said[0]) == [PEER_ENDED]
+
+
+PEER_ENDED = "error: rank 0: another rank has ended; its own message says why"
+
+
+def errors_of(said):
+    """What a rank has said besides its log."""
+    log = "ranks: ", "from step ", "step ", "going on "
+    return [line for line in said.splitlines() if not line.startswith(log)]
+
+
+@processes
+def test_rank_that_is_killed(tiny):
+    ranks = start_ranks(2, DRIVER, "KILL", 1, 5, *tiny)
+    finish(ranks[1], code=-9)
+    assert errors_of(finish(ranks[0], code=1)) == [PEER_ENDED]
+
+
+@processes
+@pytest.mark.skipif(not LINUX, reason="ranks die with torchrun on Linux only")
+def test_ranks_die_with_torchrun(tiny):
+    """Nobody could stop or restart them any more, and they would hold the folder."""
+    said = run(*torchrun(2, DRIVER, "parent-KILL", 1, 20, *tiny), code=-9)
+    wait_until_none_is_left()
+    assert "step 19 " in said
+    assert "done" not in said
+
+
+@processes
+def test_rank_that_hangs(tiny):
+    """The other waits for --timeout, says so, and ends. torchrun then ends the one."""
+    command = DRIVER, "hang", 1, 5, *tiny, "--timeout", 3
+    said = run(*torchrun(2, *command), code=1)
+    assert "step 4 " in said
+    assert "error: rank 0: " in said
+    assert re.search("[Tt]imed out waiting", said)
+    assert "error: rank 1: " not in said
+
+
+@processes
+def test_torchrun_restarts_ranks(tiny, out, untouched):
+    """One is killed. The new ones go on, with the same bits; some steps come twice."""
+    faulty = DRIVER, "KILL", 1, 40, *tiny, *LONG
+    said = run(*torchrun(2, "--max-restarts=1", *faulty))
+    assert "going on from step 35" in said
+    assert_same_run(out, untouched(2))
+    values = {}
+    for record in metrics(out):
+        if "loss" in record:
+            values.setdefault(record["step"], []).append(record["loss"])
+    assert len(values[39]) == 2
+    assert values[39][0] == values[39][1]
+
+
+@processes
+def test_sys_exit_0_on_all_ranks_is_no_failure(tiny):
+    for said in run_ranks(2, DRIVER, "exit", "all", 5, *tiny, code=0):
+        assert errors_of(said) == []
+
+
+@processes
+def test_loss_that_is_not_finite_on_one_rank_stops_all(tiny, out):
+    said = run_ranks(2, DRIVER, "nan", 1, 5, *tiny, "--save-every", 3, code=1)
+    for rank in (0, 1):
+        (line,) = errors_of(said[rank])
+        assert line.startswith(f"error: rank {rank}: not finite at step 5, not saved")
+    assert load(out)["step"] == 3
+
+
+@processes
+def test_bad_input_is_one_line_on_each_rank(tiny):
+    said = run_ranks(2, SCRIPT, *tiny, "--data", "/no/such", code=1)
+    for rank in (0, 1):
+        (line,) = said[rank].splitlines()
+        assert line.startswith(f"error: rank {rank}: --data /no/such: ")
+
+
+@processes
+def test_bad_input_on_one_rank_ends_all(tiny, data):
+    said = run_ranks(2, SCRIPT, *tiny, "--data", [data, "/no/such"], code=1)
+    (line,) = said[1].splitlines()
+    assert line.startswith("error: rank 1: --data /no/such: ")
+    assert errors_of(said[0]) == [PEER_ENDED]
+
+
+@processes
+def test_ranks_with_two_versions_of_the_program(tiny, tmp_path):
+    """All name the other rank and its host."""
+    other = tmp_path / "ddp_train.py"
+    other.write_bytes(SCRIPT.read_bytes().replace(b"# ", b"#  ", 1))
+    for said in run_ranks(2, [SCRIPT, other], *tiny, code=1):
+        (line,) = said.splitlines()
+        assert re.search(r"checksum of the program is \d+ on rank 1 \(\S+\), ", line)
+
+
+# ---- Checkpoints across ranks --------------------------------------------------------
+def weights_in(folder):
+    return checksum(load(folder)["model"].values())
+
+
+@processes
+def test_nodes_take_the_newest_checkpoint_of_any(tiny, tmp_path):
+    """Four disks: nothing, the newest, an older one, and one that would run code."""
+    nothing, newest, older, evil = (tmp_path / name for name in "abcd")
+    train(*tiny, "--out", newest, "--max-steps", 5)
+    train(*tiny, "--out", older, "--max-steps", 3)
+    evil.mkdir()
+    torch.save({"step": 9, "name": Evil(), "facts": {}}, evil / "checkpoint.pt")
+    options = *tiny, "--out", [nothing, newest, older, evil], "--max-steps", 9
+    expected = weights_in(newest)
+    said = run_ranks(4, DRIVER, "watch", tmp_path, *options)
+    assert "going on from step 5" in said[0]
+    assert "warning: " in said[3]
+    assert not (evil / "code has run").exists()
+    seen = seen_by(tmp_path, 4)
+    for rank in seen:
+        assert rank["weights"][0] == expected
+        assert rank["weights"] == seen[0]["weights"]
+    assert len(seen[0]["weights"]) == 1 + 4
+    assert load(nothing)["step"] == 9
+
+
+class Evil:
+    """Whoever unpickles it runs code."""
+
+    def __reduce__(self):
+        return os.mkdir, ("code has run",)
+
+
+@processes
+def test_nodes_with_two_checkpoints_of_one_step_take_the_same(tiny, tmp_path):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    train(*tiny, "--out", disks[0], "--max-steps", 5)
+    train(*tiny, "--out", disks[1], "--max-steps", 5, "--lr", 0.01)
+    either = [weights_in(disks[0]), weights_in(disks[1])]
+    run_ranks(2, DRIVER, "watch", tmp_path, *tiny, "--out", disks, "--max-steps", 9)
+    seen = seen_by(tmp_path, 2)
+    assert either[0] != either[1]
+    assert seen[0]["weights"][0] in either
+    assert seen[0]["weights"] == seen[1]["weights"]
+
+
+def driver(mode, *argv):
+    if mode == "watch":
+        watch(*argv)
+    elif mode == "batch-norm":
+        ddp_train.build_model = NormedModel
+        ddp_train.main(argv)
     else:
-        hosts[1](1, "link set wire down")
-    printed += read_until(a, r"1 process\(es\) on 1 node.*going on from")
-    printed += read_until(a, r"step \d+/")
-    if fault == "cut":
-        hosts[1](1, "link set wire up")
-    join(1)
-    printed += read_until(a, r"2 process\(es\) on 2 node.*going on from")
-    worlds, saying = [], r"(\d) process\(es\) on .* from step (\d+) to (\d+)|step (\d+)/"
-    step = done = per_step = last = 0  # done: the samples of all epochs; a step ends with its epoch
-    for world, start, total, at in re.findall(saying, printed):
-        if world:  # the steps that it has left tell the place it goes on from
-            assert not worlds or 20 <= int(start) and last - int(start) <= 2 * 20, printed
-            while step < int(start):
-                step, done = step + 1, min(done + per_step, done - done % 250 + 250)
-            worlds.append(int(world))
-            per_step = 4 * int(world)
-            later = (1999 - done // 250) * math.ceil(250 / per_step)
-            assert int(total) == step + math.ceil((250 - done % 250) / per_step) + later, printed
-        last = int(at or last)
-    assert worlds == [2, 1, 2]
-
-
-# ---- GPUs ----
-@needs_gpu
-@pytest.mark.parametrize(
-    "options", ["--precision bf16", "--precision fp16", "--precision bf16 --compile", "--sync-bn"]
-)
-def test_nccl_with_one_rank(tiny, out, options):
-    """--sync-bn with a model that has batch norm."""
-    script = (__file__, "faulty", "bn", "") if "bn" in options else (SCRIPT,)
-    args = *tiny, "--device", "cuda", "--max-steps", 20, "--lr", "3e-3", *options.split()
-    assert "cuda" in run(*torchrun(1), *script, *args) and logged(out)[20] < logged(out)[1]
-    weights = load(out)["model"].values()
-    assert {v.dtype for v in weights if v.is_floating_point()} == {torch.float32}
-
-
-@needs_gpu
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_two_processes_on_one_gpu(tiny, backend):
-    args = *tiny, "--device", "cuda", "--max-steps", 10, "--backend", backend
-    env = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    printed = run(*torchrun(2), SCRIPT, *args, code=None, env=env)
-    if backend == "nccl" and "Duplicate GPU" in printed:
-        pytest.skip("this NCCL refuses two ranks on one GPU")
-    assert "2 process(es)" in printed and "done" in printed, printed
-
-
-@needs_gpu
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_no_synchronization_in_the_loop(tiny, precision):
-    """Between two log lines nothing waits for the GPU, also with DDP: torch raises if it does."""
-    args = *tiny, "--device", "cuda", "--max-steps", 20, "--log-every", 20, "--precision", precision
-    run(*torchrun(1), __file__, "faulty", "sync", "", *args)
+        train_with_fault(mode, *argv)
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])  # worker, faulty, resuming
+    driver(*sys.argv[1:])

@@ -1,223 +1,355 @@
-"""Speed of ddp_train.py against the bare loop, as ratios within one run: the table of the README.
+"""Speed of ddp_train.py against the bare loop: a table for the README.
 
-make bench          (about seven minutes on two cores; with a GPU the GPT-2-small shape, too)
+make bench                                      some minutes; with a GPU ten more
+python .ci/bench.py --only-gpu                  the rows for which a GPU is needed
+python .ci/bench.py --program OTHER/ddp_train.py    beside another copy of the program
+
+The bare loop is the shortest there is: the same model, on batches in memory. The two
+take turns in one process, so that both see the same machine. Each pair of them gives a
+ratio; the table has the median, and the range.
 """
 
-import contextlib
-import itertools
+import argparse
+import gc
 import json
 import os
+import re
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-HERE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(HERE))
-import ddp_train  # noqa: E402
-
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-PARTS = """
-import time
-parts, last = [], time.perf_counter()
-def part(name):
-    global last
-    parts.append(f"{name} {time.perf_counter() - last:.2f}")
-    last = time.perf_counter()
-import torch, torch.distributed; part("import torch")
 import ddp_train
-args = ddp_train.parse_args([])
-data, *_ = ddp_train.load_data(args); part("data")
-import torch._dynamo; part("torch._dynamo (by optimizers)")
-model = ddp_train.build_model(args)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-x, y = next(iter(torch.utils.data.DataLoader(data, args.batch_size)))
-ddp_train.loss_fn(model(x), y).backward()
-optimizer.step(); part("the first step")
-print(", ".join(parts))
-"""
+
+SCRIPT = Path(ddp_train.__file__)
+CORES = os.cpu_count()
+if hasattr(os, "sched_getaffinity"):
+    CORES = len(os.sched_getaffinity(0))
+SMALL = "--device cpu --batch-size 16".split()
+FIRST = 6  # the steps before set things up, and do not count
+GPT2 = "--layers 12 --heads 12 --dim 768 --seq-len 1024 --batch-size 32".split()
+# Dense bf16 of the SXM boards, from NVIDIA's data sheets.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
-def bare_loop(args, world, steps):
-    """The shortest loop there is, on batches that are in memory already."""
+# ---- What is compared ----------------------------------------------------------------
+def bare_loop(args, world):
+    """The shortest loop there is, on four batches that are in memory already."""
     model = ddp_train.build_model(args).to(world.device)
-    ddp = torch.nn.parallel.DistributedDataParallel(model) if world.store else model
-    ddp = torch.compile(ddp) if args.compile else ddp
+    ddp = model
+    if dist.is_initialized():
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if args.compile:
+        ddp = torch.compile(ddp)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
-    loader = ddp_train.make_loader(ddp_train.load_data(args)[0], args.batch_size, world)
-    batches = [b[:2] for b in itertools.islice(ddp_train.real_batches(loader, world.device), 4)]
-    for i in range(steps):
-        x, y = batches[i % 4]
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            loss = ddp_train.loss_fn(ddp(x), y)
-        optimizer.zero_grad(set_to_none=True)
+    mixed = args.precision == "bf16"
+    autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=mixed)
+    train_set = ddp_train.load_data(args)[0]
+    loader = ddp_train.make_loader(train_set, args.batch_size, world)
+    batches = []
+    for batch, _, _ in ddp_train.real_batches(loader, world.device):
+        batches.append(batch)
+        if len(batches) == 4:
+            break
+    for step in range(args.max_steps):
+        with autocast:
+            loss = ddp_train.compute_loss(ddp, batches[step % 4])
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
-def worker(out, kind, steps, *argv):
-    """Time bare_loop and ddp_train in turn; rank 0 writes seconds per step, and its peak memory."""
-    steps, times, stamps = int(steps), {"bare": [], "ours": []}, []
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+def the_program(args, world):
+    ddp_train.train(args, world, ddp_train.StopSignal())
+
+
+LOOPS = {"bare": bare_loop, "ours": the_program}
+
+
+# ---- A process that measures: `bench.py worker RESULT PAIRS LOOPS options` -----------
+def worker(result, pairs, names, *options):
+    """Run the loops in turn. Rank 0 writes the seconds per step, and its memory."""
+    args = ddp_train.parse_args(options)
+    world = ddp_train.init_distributed(args.device)
+    ddp_train.Log.say = lambda self, line: None
+    stamps = []
 
     def stamp(*_):
-        if len(stamps) in (5, steps - 1):
-            sync()
+        if world.device.type == "cuda" and len(stamps) in (FIRST, args.max_steps - 1):
+            torch.cuda.synchronize()
         stamps.append(time.perf_counter())
 
     register_optimizer_step_pre_hook(stamp)
-    args = ddp_train.parse_args(argv)
-    world = ddp_train.init_distributed(args.device)
-    if kind == "waited":
-        save = ddp_train.Checkpoint.save
-        ddp_train.Checkpoint.save = lambda self, *a, **k: (save(self, *a, **k), self.wait())
+    names = names.split(",")
+    seconds = {name: [] for name in names}
     with ddp_train.process_group(world):
-        for rep in range(25 if kind == "both" else 1):
-            for name in ("bare", "ours") if rep % 2 else ("ours", "bare"):
-                torch._dynamo.reset()
+        for pair in range(int(pairs)):
+            names.reverse()
+            for name in names:
+                args.out = f"{result}.{name}{pair}"
                 stamps.clear()
-                folder = f"{out}/{rep}"
-                args = ddp_train.parse_args([*argv, "--max-steps", str(steps), "--out", folder])
-                if name == "bare" and kind in ("bare", "both"):
-                    bare_loop(args, world, steps)
-                elif name == "ours" and kind != "bare":
-                    ddp_train.Log.say = lambda *_: None
-                    ddp_train.train(args, world, ddp_train.StopSignal())
-                if stamps:
-                    times[name].append((stamps[-1] - stamps[5]) / (len(stamps) - 6))
-                    times["steps"] = [b - a for a, b in zip(stamps, stamps[1:])]
+                LOOPS[name](args, world)
+                counted = len(stamps) - 1 - FIRST
+                seconds[name].append((stamps[-1] - stamps[FIRST]) / counted)
+                forget()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if world.rank == 0:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        Path(f"{out}.json").write_text(json.dumps({**times, "rss": rss}))
+        Path(result).write_text(json.dumps({**seconds, "memory": memory}))
 
 
-def run(nproc, out, kind, steps, *argv, **env):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command = [
-        sys.executable,
-        *(launcher if nproc > 1 else []),
-        __file__,
-        "worker",
-        out,
-        kind,
-        steps,
-    ]
-    subprocess.run(
-        [*map(str, command), *map(str, argv)],
-        check=True,
-        env={**os.environ, "TMPDIR": str(Path(out).parent), **env},
-        stderr=subprocess.DEVNULL if nproc > 1 else None,
+def forget():
+    """The next loop begins without what the last one has left."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def save_worker(result, *options):
+    """Seconds of each save, and of each step without one."""
+    args = ddp_train.parse_args(options)
+    world = ddp_train.init_distributed(args.device)
+    ddp_train.Log.say = lambda self, line: None
+    saves, steps = [], []
+
+    def timed(function, seconds):
+        def wrapped(*args, **kwargs):
+            began = time.perf_counter()
+            value = function(*args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+            return value
+
+        return wrapped
+
+    ddp_train.Checkpoint.save = timed(ddp_train.Checkpoint.save, saves)
+    ddp_train.train_step = timed(ddp_train.train_step, steps)
+    ddp_train.train(args, world, ddp_train.StopSignal())
+    size = Path(args.out, "checkpoint.pt").stat().st_size
+    answer = {"saves": saves, "steps": steps, "size": size}
+    Path(result).write_text(json.dumps(answer))
+
+
+def measure(folder, processes, *words, threads=CORES):
+    """Start workers, and return what rank 0 has written."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={processes}"]
+    result = tempfile.mktemp(dir=folder)
+    kind, *others = map(str, words)
+    command = [*launcher, __file__, kind, result, *others]
+    # Otherwise glibc may give memory back in each step and fault it in again: by chance
+    # that is 0 or 2,000 page faults a step, and 5 % of the time, in either loop.
+    environment = {"MALLOC_MMAP_THRESHOLD_": f"{2**25}"}
+    environment |= {"MALLOC_TRIM_THRESHOLD_": f"{2**30}"}
+    environment |= {"OMP_NUM_THREADS": str(threads), **os.environ}
+    run(command, environment)
+    return json.loads(Path(result).read_text())
+
+
+def run(command, environment=None, limit=900):
+    """Run a command to its end. If it fails, show it and all that it said."""
+    command = list(map(str, command))
+    done = subprocess.run(
+        command,
+        env=environment,
+        timeout=limit,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    return json.loads(Path(f"{out}.json").read_text())
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}exit code {done.returncode}")
+    return done.stdout
 
 
+# ---- The rows ------------------------------------------------------------------------
 def row(what, value):
     print(f"| {what} | {value} |", flush=True)
 
 
-def spread(ratios):
+def ratio(above, below):
+    """The median of the ratios of the pairs, and their range."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
     middle = statistics.median(ratios)
     return f"{middle:.3f} ({len(ratios)} pairs: {min(ratios):.3f} to {max(ratios):.3f})"
 
 
-def bench(tmp):
-    # Else glibc may give the end of the heap back in each step, and fault it in again: by chance
-    # 0 or 2,000 page faults and 5 % of the time, in either loop.
-    for name, value in ("MALLOC_MMAP_THRESHOLD_", 1 << 25), ("MALLOC_TRIM_THRESHOLD_", 1 << 30):
-        os.environ.setdefault(name, str(value))
-    middle = statistics.median
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((x.split(": ")[1] for x in info.splitlines() if x.startswith("model name")), "?")
-    python = sys.version.split()[0]
-    row("measured", f"on {cpu}, {CORES} cores, torch {torch.__version__}, Python {python}")
-    row("---", "---")
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    (tmp / "data").write_bytes(b"".join(p.read_bytes() for p in files)[:1_000_000])
-    small = "--device cpu --batch-size 16 --warmup-steps 10 --data".split() + [tmp / "data"]
-    for nproc, threads in ((1, CORES), (2, max(1, CORES // 2))):
-        r = run(nproc, tmp / f"{nproc}", "both", 36, *small, OMP_NUM_THREADS=str(threads))
-        ratios = [b / o for b, o in zip(r["bare"], r["ours"])]
-        what = f"throughput over the bare loop's, {nproc} process(es) x {threads} thread(s)"
-        rate = 16 * 128 * nproc / middle(r["ours"])
-        row(what, f"{spread(ratios)}; {rate:,.0f} bytes/s")
-    together, apart = [], []
-    for i in range(3):
-        one_run = lambda n, name, i=i: run(
-            n, tmp / f"{name}{i}", "ours", 50, *small, OMP_NUM_THREADS="1"
-        )["ours"][0]
-        one, two = one_run(1, "one"), one_run(2, "two")
-        with ThreadPoolExecutor() as pool:
-            neighbours = list(pool.map(one_run, (1, 1), ("left", "right")))
-        together.append(one / two)
-        apart.append(one / statistics.mean(neighbours))
-    row("2 processes over twice one, one thread each", spread(together))
-    row("2 runs that know nothing of each other, over twice one", spread(apart))
-    rss = {k: run(1, tmp / f"memory-{k}", k, 20, *small)["rss"] for k in ("bare", "ours")}
-    mib = f"{rss['bare'] / 1024:.0f} MiB"
-    row(
-        "peak memory of a process over the bare loop's", f"{rss['ours'] / rss['bare']:.3f} of {mib}"
-    )
+def throughput_rows(folder, data, pairs):
+    for processes in 1, 2:
+        threads = max(1, CORES // processes)
+        options = [*SMALL, "--data", data, "--max-steps", "36"]
+        words = ["worker", pairs, "bare,ours", *options]
+        found = measure(folder, processes, *words, threads=threads)
+        rate = processes * 16 * 128 / statistics.median(found["ours"])
+        what = f"{processes} process(es) x {threads} thread(s): throughput over the "
+        what += "bare loop's"
+        row(what, f"{ratio(found['bare'], found['ours'])}; {rate:,.0f} bytes/s")
+
+
+def memory_row(folder, data):
+    options = [*SMALL, "--data", data, "--max-steps", "20"]
+    ours = measure(folder, 1, "worker", 1, "ours", *options)["memory"]
+    bare = measure(folder, 1, "worker", 1, "bare", *options)["memory"]
+    what = "peak memory of a process over the bare loop's"
+    row(what, f"{ours / bare:.3f} of {bare / 1024:.0f} MiB")
+
+
+def start_row(folder, data):
     starts = []
-    for i in range(3):
-        begin = time.perf_counter()
-        command = [sys.executable, HERE / "ddp_train.py", "--device", "cpu", "--out", tmp / f"s{i}"]
-        command += ["--log-every", "1", "--max-steps", "9"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as p:
-            next(line for line in p.stdout if line.startswith("step 1/"))
-            starts.append(time.perf_counter() - begin)
-            p.communicate()
-    parts = subprocess.run(
-        [sys.executable, "-c", PARTS], cwd=HERE, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    row("seconds from the command to the first step", f"{middle(starts):.2f}")
-    row("of which", parts)
-    (tmp / "little").write_bytes((tmp / "data").read_bytes()[:20_000])
-    big = "--device cpu --layers 14 --heads 12 --dim 768 --seq-len 64 --batch-size 4 --log-every 1"
-    big = [*big.split(), "--save-every", "4", "--data", tmp / "little"]
-    for kind, words in (("waited", "waited for"), ("ours", "written while training goes on")):
-        steps = run(1, tmp / kind, kind, 9, *big, OMP_NUM_THREADS=str(CORES))["steps"]
-        usual = middle(steps[:3])
-        cost = f"{sum(steps[3:7]) / usual - 4:.2f} steps of {usual:.2f} s"
-        row(f"a save of 100 million parameters (1.2 GB), {words}", cost)
-    if torch.cuda.is_available():
-        gpu(tmp)
+    for number in range(3):
+        out = folder / f"start{number}"
+        options = [*SMALL, "--data", data, "--max-steps", 9, "--log-every", 1]
+        starts.append(step_lines(SCRIPT, *options, "--out", out)[0][1])
+    row(
+        "seconds from the command to the first step", f"{statistics.median(starts):.2f}"
+    )
+    code = "import time; began = time.perf_counter(); import torch, torch._dynamo; "
+    code += "print(time.perf_counter() - began)"
+    imports = float(run([sys.executable, "-c", code]))
+    row("of which `import torch, torch._dynamo`", f"{imports:.2f}")
 
 
-def gpu(tmp):
-    name, nccl = torch.cuda.get_device_name(), torch.cuda.nccl.version()
-    row("GPU", f"{name}, NCCL {nccl}")
-    shape = "--layers 12 --heads 12 --dim 768 --seq-len 1024 --batch-size 32".split()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(s.getsockname()[1])
-    for more in ("--precision fp32", "--precision bf16", "--precision bf16 --compile"):
-        r = run(1, tmp / more.replace(" ", ""), "both", 60, *shape, *more.split(), **env)
-        model = ddp_train.ByteTransformer(12, 12, 768, 1024)
-        n = sum(p.numel() for p in model.parameters())
-        # PaLM, appendix B. Peaks: NVIDIA's data sheets, dense bf16, SXM.
-        rate = (6 * n + 12 * 12 * 768 * 1024) * 32 * 1024 / statistics.median(r["ours"])
-        peaks = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-        peak = next((p for k, p in peaks.items() if k in name), None)
-        use = f", utilisation {rate / peak:.0%} of bf16's peak" if peak else ""
-        ratios = [b / o for b, o in zip(r["bare"], r["ours"])]
+def save_row(folder, data):
+    big = "--layers 14 --heads 12 --dim 768 --seq-len 64 --batch-size 4".split()
+    due = "--max-steps 6 --save-every 2".split()
+    options = ["--device", "cpu", *big, *due, "--data", data]
+    found = measure(folder, 1, "save_worker", *options, "--out", folder / "big")
+    what = (
+        f"a save of 100 million parameters ({found['size'] / 1e9:.1f} GB), waited for"
+    )
+    save = statistics.median(found["saves"])
+    row(what, f"{save:.1f} s; a step takes {statistics.median(found['steps']):.1f} s")
+
+
+def step_lines(script, *options):
+    """Run a program to its end. [(step, seconds since its start)], as it prints."""
+    command = [sys.executable, str(script), *map(str, options)]
+    # Several threads on a busy machine wait for each other: one is comparable.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    began = time.perf_counter()
+    lines = []
+    said = ""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            said += line
+            step = re.match(r"\s*step (\d+)\b.*\bloss", line)
+            if step and "val_loss" not in line:
+                lines.append((int(step[1]), time.perf_counter() - began))
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{said}exit code {process.returncode}")
+    return lines
+
+
+def program_rows(folder, data, other, pairs):
+    """Whole processes of two programs, in turn: the same data, shape and options."""
+    options = [*SMALL, "--data", data, "--max-steps", 60, "--log-every", 10]
+    starts = {"this": [], "other": []}
+    steps = {"this": [], "other": []}
+    for pair in range(pairs):
+        for name, script in ("this", SCRIPT), ("other", other):
+            out = folder / f"{name}{pair}"
+            lines = step_lines(script, *options, "--out", out)
+            lines = [line for line in lines if line[0] % 10 == 0]  # and not step 1
+            (first_step, first), (last_step, last) = lines[0], lines[-1]
+            starts[name].append(first)
+            steps[name].append((last - first) / (last_step - first_step))
+    row(
+        "steps per second over the other program's",
+        ratio(steps["other"], steps["this"]),
+    )
+    what = "seconds to step 10: this program, the other"
+    row(what, ", ".join(f"{statistics.median(starts[name]):.2f}" for name in starts))
+
+
+def gpu_rows(folder, pairs=3):
+    """GPT-2-small shape. At most ten minutes."""
+    name = torch.cuda.get_device_name()
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    row("GPU", f"{name}, torch {torch.__version__}, NCCL {nccl}")
+    data = folder / "text"
+    data.write_bytes(SCRIPT.read_bytes() * 200)
+    peak = next((PEAKS[word] for word in PEAKS if word in name), None)
+    for more in "--precision bf16", "--precision bf16 --compile":
+        options = [*GPT2, *more.split(), "--data", data, "--max-steps", "40"]
+        # One NCCL rank: with DDP, as it would be in a run on several GPUs.
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(launched)
+        found = measure(folder, 1, "worker", pairs, "bare,ours", *options)
+        flops = flops_per_step() / statistics.median(found["ours"])
+        use = f"; {flops / 1e12:.0f} TFLOP/s"
+        if peak is not None:
+            use += f", utilisation {flops / peak:.0%}"
         what = f"GPT-2-small shape, {more}: throughput over the bare loop's"
-        row(what, f"{spread(ratios)}; {rate / 1e12:.0f} TFLOP/s{use}")
+        row(what, ratio(found["bare"], found["ours"]) + use)
+
+
+def flops_per_step():
+    """As in PaLM, appendix B: 6 per parameter and token, and those of attention."""
+    args = ddp_train.parse_args(GPT2)
+    parameters = sum(p.numel() for p in ddp_train.build_model(args).parameters())
+    per_token = 6 * parameters + 12 * args.layers * args.dim * args.seq_len
+    return per_token * args.seq_len * args.batch_size
+
+
+def machine():
+    """The name of the CPU, if Linux says it."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
+    return names[0] if names else "an unknown CPU"
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", type=Path, help="another ddp_train.py")
+    parser.add_argument("--only-gpu", action="store_true")
+    parser.add_argument("--pairs", type=int, default=15)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = folder / "data"
+        library = sorted(Path(os.__file__).parent.glob("*.py"))
+        data.write_bytes(b"".join(file.read_bytes() for file in library)[:1_000_000])
+        little = folder / "little"
+        little.write_bytes(data.read_bytes()[:20_000])
+        versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
+        row("measured", f"on {machine()}, {CORES} cores, {versions}")
+        row("---", "---")
+        if args.program:
+            program_rows(folder, data, args.program.resolve(), args.pairs)
+            return
+        if not args.only_gpu:
+            throughput_rows(folder, data, args.pairs)
+            memory_row(folder, data)
+            start_row(folder, data)
+            save_row(folder, little)
+        if torch.cuda.is_available():
+            gpu_rows(folder)
+        elif args.only_gpu:
+            sys.exit("there is no GPU")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         worker(*sys.argv[2:])
+    elif sys.argv[1:2] == ["save_worker"]:
+        save_worker(*sys.argv[2:])
     else:
-        with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
-            assert not dist.is_initialized()
-            bench(Path(folder))
+        main(sys.argv[1:])

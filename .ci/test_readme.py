@@ -1,306 +1,950 @@
-"""Tests of what README.md shows: its two porting diffs and its snippet as they stand; each recipe,
-applied to a copy of ddp_train.py, and its point; and that what it names exists."""
+"""Tests of README.md: what it shows runs as it stands, and what it says is so.
 
-import argparse
-import gzip
-import json
-import multiprocessing
-import os
+The recipes have a file of their own, test_recipes.py.
+"""
+
+import ast
+import datetime
+import functools
+import inspect
+import itertools
+import math
 import re
-import runpy
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import zlib
-from pathlib import Path
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint as recompute
-from bench_wire import DIFFS, HERE, apply, git_apply, metrics, over_wire
-from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from test_ddp_train import assert_same, die_with_fork_server, load, session  # noqa: F401 (leaves nothing)
+import ddp_train as dt
+from test_ddp_train import (  # noqa: F401 (the last two are fixtures)
+    HERE,
+    PYTHON,
+    TINY,
+    environment,
+    fail,
+    finish,
+    finish_all,
+    no_process_is_left,
+    run,
+    start,
+    start_ranks,
+    torchrun,
+    wait_for,
+)
 
-GPUS = torch.cuda.device_count()
-DEVICE = [] if GPUS > 1 else ["--device", "cpu"]
-OTHER = 1 if GPUS in (2, 3) else 4  # another world size
-SMALL = "--dim 128 --layers 1 --heads 4 --seq-len 32 --warmup-steps 3 --log-every 1 --no-scale-lr"
-STEPS = 48
-TRAIN = [*DEVICE, *SMALL.split(), "--max-steps", STEPS, "--epochs", 9, "--save-every", 16]
-FORK = multiprocessing.get_context("forkserver")  # of a process that has imported all
-MODULES = "torch._dynamo", "test_ddp_train", "sklearn.datasets", "transformers.modeling_utils"
-FORK.set_forkserver_preload(list(MODULES))
 README = (HERE / "README.md").read_text()
-CAN_LIMIT = sys.platform == "linux" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+# The page without the recipes.
+PAGE = re.sub("<!-- recipes: begin -->.*<!-- recipes: end -->", "", README, flags=re.S)
+CPU = torch.device("cpu")
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+processes = pytest.mark.processes
 
 
-blocks = lambda kind: re.findall(rf"```{kind}\n(.*?)```", README, re.S)
-local = lambda tensors: [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-size = lambda tensors: sum(t.nbytes for t in local(tensors) if t.numel() > 1)
+# ---- Read the page -------------------------------------------------------------------
+def blocks(kind):
+    """All code blocks of a language, without their indentation."""
+    found = re.findall(rf"^( *)```{kind}\n(.*?)^ *```$", PAGE, re.M | re.S)
+    return [re.sub(f"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
-def one_rank(out, stop_at, argv, env):
-    """A process as a launcher starts it. It writes what it prints to said.R, and to seen.R:
-    bytes of each all-reduce, by step; weights before it; bytes of its weights and moments."""
-    die_with_fork_server()
-    os.environ.update(env)
-    for fd in (1, 2):
-        os.dup2(os.open(f"{out}/said.{env['RANK']}", os.O_RDWR | os.O_CREAT | os.O_APPEND), fd)
-    torch.set_num_threads(1)
-    seen = {"sent": [], "weights": [], "again": []}
-    all_reduce, again = dist.all_reduce, recompute._checkpoint_without_reentrant_generator
-
-    def counted(tensor, *args, **kwargs):
-        if seen["sent"] and tensor.numel() > 9:
-            seen["sent"][-1].append(size([tensor]))
-        return all_reduce(tensor, *args, **kwargs)
-
-    def before(optimizer, *_):
-        if type(optimizer) is torch.optim.AdamW:
-            seen["sent"].append([])  # what is sent until the next step
-            weights = [p.detach() for g in optimizer.param_groups for p in g["params"]]
-            flat = torch.cat([w.flatten() for w in local(weights)]).cpu()
-            seen["weights"].append(zlib.crc32(flat.numpy()))
-            seen["parameters"] = size(weights)
-            seen["state"] = size(t for s in optimizer.state.values() for t in s.values())
-            if len(seen["sent"]) == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    dist.all_reduce = counted
-    recompute._checkpoint_without_reentrant_generator = lambda *args, **kwargs: (
-        seen["again"].append(1) or again(*args, **kwargs)
-    )
-    before_steps(before)
-    sys.argv = list(argv)
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    finally:
-        Path(out, f"seen.{env['RANK']}").write_text(json.dumps(seen))
+def example(name):
+    """The Python block whose first line is `# name`."""
+    (found,) = [text for text in blocks("python") if text.startswith(f"# {name}\n")]
+    return found
 
 
-def run(world, script, out, *args, stop_at=None, code=0, **env):
-    """What each rank saw, and what rank 0 printed. They end with this code, or stop at a step."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        env |= {"WORLD_SIZE": str(world), "MASTER_PORT": str(s.getsockname()[1])}
-    env["MASTER_ADDR"], ranks = "127.0.0.1", []
-    out.mkdir(exist_ok=True)
-    argv = [str(a) for a in (script, "--out", out, *args)]
-    for r in range(world):
-        own = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
-        ranks.append(FORK.Process(target=one_rank, args=(out, stop_at, argv, own), daemon=True))
-        ranks[-1].start()
-    for p in ranks:
-        p.join(300)
-    said = [(out / f"said.{r}").read_text() for r in range(world)]
-    assert [p.exitcode for p in ranks] == [143 if stop_at else code] * world, "\n".join(said)
-    return [json.loads((out / f"seen.{r}").read_text()) for r in range(world)], said[0]
+def section(first, last):
+    """The part of the page between two texts."""
+    return PAGE.partition(first)[2].partition(last)[0]
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    return lambda *numbers: apply(tmp_path / "-".join(map(str, numbers)), *numbers)
+def rows(first):
+    """The rows of the table whose head begins so: lists of cells."""
+    head = PAGE.index(f"\n| {first} |")
+    table = PAGE[head:].partition("\n\n")[0].splitlines()[3:]
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table
+    ]
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "data.txt"
-    path.write_bytes(Path(argparse.__file__).read_bytes()[:50_000])
-    return path
+def before_the_diff(diff):
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in " -"]
+    return "\n".join(lines) + "\n"
 
 
-@pytest.fixture(scope="session")
-def plain(data, tmp_path_factory):  # a run without a recipe: its folder, and what rank 0 saw
-    out = tmp_path_factory.mktemp("plain")
-    seen, _ = run(2, HERE / "ddp_train.py", out, *TRAIN, "--batch-size", 4, "--data", data)
-    return out, seen[0]
+def after_the_diff(diff):
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in " +"]
+    return "\n".join(lines) + "\n"
 
 
-def test_readme_names_what_exists():
-    """Every make target that it tells of is there."""
-    targets = set(re.findall(r"(?:`|^    )make ([a-z][a-z0-9-]+)", README, re.M))
-    assert {"train", "test"} <= targets
+def apply_hunks(text, diff):
+    """The text after a diff in several hunks. Each must fit at exactly one place."""
+    for hunk in re.split("^@@.*\n", diff, flags=re.M)[1:]:
+        old = before_the_diff(hunk)
+        assert text.count(old) == 1, f"this hunk fits {text.count(old)} times:\n{hunk}"
+        text = text.replace(old, after_the_diff(hunk))
+    return text
+
+
+def change(text, changes):
+    for old, new in changes.items():
+        assert old in text, f"{old!r} is not in the script"
+        text = text.replace(old, new)
+    return text
+
+
+DIFF, STOP_DIFF = blocks("diff")
+BEFORE = before_the_diff(DIFF)
+AFTER = after_the_diff(DIFF)
+RESUMED = apply_hunks(AFTER, STOP_DIFF)
+IDEA = example("idea.py")
+
+
+def run_text(text, folder, world=1, code=0):
+    """Run a script in a folder, on so many ranks. Returns the output of each rank."""
+    script = folder / "script.py"
+    script.write_text(text)
+    if world == 1:
+        return [run(PYTHON, script, env=WITHOUT_GPU, cwd=folder, code=code)]
+    ranks = start_ranks(world, script, env=WITHOUT_GPU, cwd=folder)
+    return finish_all(ranks, code)
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+# ---- Its form ------------------------------------------------------------------------
+def test_lines_are_at_most_120_characters_wide():
+    wide = [line for line in README.splitlines() if len(line) > 120]
+    assert not wide, "\n".join(wide)
+
+
+def test_at_most_260_lines_are_to_be_seen():
+    folded = r"<details>(<summary>.*?</summary>).*?</details>"
+    visible = re.sub(folded, r"\1", README, flags=re.S).splitlines()
+    assert len([line for line in visible if line.strip()]) <= 260
+
+
+def test_each_code_block_is_known_to_a_test():
+    python = [text.splitlines()[0].removeprefix("# ") for text in blocks("python")]
+    assert python == [
+        "idea.py",
+        "load a checkpoint",
+        "accumulation of 4 micro-batches",
+        "dict batches",
+        "weights by tokens",
+        "a DataLoader of your own",
+        "streaming data",
+        "the noise of a GAN",
+        "more in the checkpoint",
+        "save more in the checkpoint",
+        "start.py",
+        "silence print() on the other ranks",
+        "buffers that overlap",
+    ]
+    others = re.findall(r"^ *```(?!python)(\w+)$", PAGE, re.M)
+    assert others == ["sh", "text", "mermaid", "diff", "diff", "sh"]
+
+
+def test_make_targets_exist():
     makefile = (HERE / "Makefile").read_text()
-    assert all(re.search(f"^{t}:", makefile, re.M) for t in targets), targets
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z0-9-]+)", README, re.M))
+    assert {"train", "test", "lint"} <= named
+    missing = [name for name in named if not re.search(f"^{name}:", makefile, re.M)]
+    assert not missing
 
 
-@pytest.fixture
-def ported(tmp_path):
-    """ported(name, world, changes): run a script of the README's two diffs, as it stands but for
-    some texts, in a folder of its own; returns the folder."""
-    port, resume = blocks("diff")[:2]
-    after = re.sub("^.", "", re.sub("^-.*\n", "", port, flags=re.M), flags=re.M)
-    (tmp_path / "resumed.py").write_text(after)
-    git_apply(tmp_path, f"--- a/resumed.py\n+++ b/resumed.py\n{resume}")
-    texts = {"after": after, "resumed": (tmp_path / "resumed.py").read_text()}
-
-    def run_it(name, world, changes, code=0, folder=None):
-        folder = folder or Path(tempfile.mkdtemp(dir=tmp_path))
-        text = f"import os; os.chdir({str(folder)!r})\n{texts[name]}"
-        for old, new in changes.items():
-            assert old in text
-            text = text.replace(old, new)
-        (folder / "ported.py").write_text(text)
-        run(world, folder / "ported.py", folder, code=code, CUDA_VISIBLE_DEVICES="")
-        return folder
-
-    return run_it
+def test_options_exist(capsys):
+    with pytest.raises(SystemExit):
+        dt.parse_args(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    of_other_programs = """--standalone --nproc --nnodes --node --master --rdzv --tee
+    --max-restarts --nodes --exclusive --network --shm-size --gpus --pid --local-addr
+    --shutdown-timeout --signals-to-handle --index-url""".split()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE.replace("--pid PID", "")))
+    assert not named - known - set(of_other_programs)
 
 
-def test_ported_script_is_exact(ported):
-    """One process with batches of 32 and two with 16, on 1,001 samples; each its own dropout."""
-    without = {"Dropout(0.1)": "Dropout(0.0)"}
-    models = (
-        ported("after", 1, without | {"dataset, 16": "dataset, 32"}),
-        ported("after", 2, without),
+def test_pieces_have_the_arguments_that_the_table_shows():
+    for piece, _ in rows("piece"):
+        name, arguments = re.fullmatch(r"`(\w+)\((.*)\)`", piece).groups()
+        found = []
+        for parameter in inspect.signature(getattr(dt, name)).parameters.values():
+            text = parameter.name
+            if parameter.default is not parameter.empty:
+                text += f"={parameter.default!r}".replace("'", '"')
+            found.append(text)
+        assert ", ".join(found) == arguments, name
+
+
+def test_table_of_what_goes_wrong_names_what_exists():
+    table = rows("what goes wrong")
+    assert len(table) == 11
+    for _, _, where, test in table:
+        for name in re.findall("`(.*?)`", where):
+            assert hasattr(dt, name), name
+        name = test.strip("`")
+        assert f"test_idea_{name}" in globals(), name
+
+
+def test_table_of_faults_names_tests_that_exist():
+    # A name with a star stands for all tests whose names begin so.
+    names = re.findall(r"`(test_\w+)\*?`", section("## Faults", "## Speed"))
+    files = [*HERE.glob("test_*.py"), *HERE.glob(".ci/test_*.py")]
+    tests = "\n".join(file.read_text() for file in files)
+    missing = [name for name in names if f"\ndef {name}" not in tests]
+    assert not missing
+
+
+def test_first_commands_are_targets_that_start_the_program():
+    said = run("make", "-n", "train", "test", cwd=HERE)
+    assert "run_single.sh" in said and "pytest" in said
+
+
+@pytest.fixture(scope="module")
+def small_run(environment, tmp_path_factory):  # noqa: F811
+    """A folder with the output of a small run of ddp_train.py, and what it printed."""
+    folder = tmp_path_factory.mktemp("small")
+    options = [*TINY, "--max-steps", "2", "--out", "out"]
+    said = run(PYTHON, HERE / "ddp_train.py", *options, cwd=folder)
+    return folder, said
+
+
+@processes
+def test_output_looks_like_the_sample(small_run):
+    def form(line):
+        return re.sub(r"\d[\d.e+:-]*", "1", line.strip())
+
+    (sample,) = blocks("text")
+    printed = {form(line) for line in small_run[1].splitlines()}
+    for line in sample.splitlines():
+        assert form(line) in printed, small_run[1]
+
+
+@processes
+def test_checkpoint_loads_and_writes_text(small_run):
+    script = small_run[0] / "write.py"
+    script.write_text(example("load a checkpoint"))
+    said = run(PYTHON, script, cwd=small_run[0])
+    assert said.startswith("def ") and len(said) > 200
+
+
+@processes
+def test_command_to_debug_runs(tmp_path):
+    command = blocks("sh")[-1].replace("\\\n", " ").split()
+    assert command[3] == "torchrun" and "ddp_train.py" in command
+    variables = dict(word.split("=") for word in command[:3])
+    arguments = " ".join(command[4:]).replace(
+        "ddp_train.py", str(HERE / "ddp_train.py")
     )
-    for a, b in zip(*(tree_leaves(load(folder, "model.pt")) for folder in models), strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-6)
-    seeded = "dt.seed_step(epoch, step, world.rank)\n"
-    mask = "torch.save(encoder[2](torch.ones(99)), f'{world.rank}.{epoch}.{step}')"
-    seen = ported("after", 2, {seeded: f"{seeded}{' ' * 12}{mask}\n"})
-    drawn = [load(seen, f"{r}.{e}.{s}") for r in (0, 1) for e in (0, 2) for s in (0, 31)]
-    assert len({tuple(m.tolist()) for m in drawn}) == len(drawn) == 8
+    launcher = [PYTHON, "-m", "torch.distributed.run"]
+    more = [*TINY, "--max-steps", "2", "--out", tmp_path]
+    said = run(*launcher, *arguments.split(), *more, env=variables, cwd=tmp_path)
+    assert re.search(r"^\[default0\]:step 2 ", said, re.M), said
+    assert "reducer.cpp" in said, said
 
 
-def test_ported_script_stops_and_goes_on(ported):
-    """A signal to rank 1 in the middle of an epoch; then on to the same bits."""
-    whole = ported("resumed", 2, {})
-    kill = "os.kill(os.getpid(), 15) if (world.rank, done) == (1, 1001 + 320) else None"
-    counted = "done += of\n"
-    stop = {counted: f"{counted}{' ' * 12}{kill}\n"}
-    folder = ported("resumed", 2, stop, code=128 + signal.SIGTERM)
-    assert load(folder / "out")["step"] == 1001 + 320 + 32  # one step to agree
-    ported("resumed", 2, {}, folder=folder)
-    assert_same(load(folder / "out"), load(whole / "out"))
-    assert_same(load(folder, "model.pt"), load(whole, "model.pt"))
+# ---- The idea in 30 lines, and what goes wrong with it -------------------------------
+def test_idea_is_short():
+    assert len(IDEA.splitlines()) <= 32
 
 
-def test_readme_lets_the_model_write(plain, tmp_path):
-    """And its import of ddp_train has no side effect."""
-    shutil.copytree(plain[0], tmp_path / "out")
-    code = f"""
-import signal, sys
-before = signal.getsignal(signal.SIGTERM)
-{blocks("python")[0]}
-assert signal.getsignal(signal.SIGTERM) is before and not torch.distributed.is_initialized()
-assert not {{"tensorboard", "torch._dynamo"}} & set(sys.modules)
+@processes
+def test_idea_runs_alone(tmp_path):
+    (said,) = run_text(IDEA, tmp_path)
+    assert "epoch 2: loss 0.0" in said
+    assert (tmp_path / "idea.pt").exists()
+
+
+@processes
+def test_idea_runs_with_torchrun(tmp_path):
+    script = tmp_path / "idea.py"
+    script.write_text(IDEA)
+    said = run(*torchrun(2, script), env=WITHOUT_GPU, cwd=tmp_path)
+    assert said.count("epoch 2: loss 0.0") == 1, said
+    assert (tmp_path / "idea.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def observed(environment, tmp_path_factory):  # noqa: F811
+    """What two ranks of idea.py read, draw and lose: a list of batches for each rank.
+
+    A batch is (epoch, samples, dropout mask, loss).
+    """
+    folder = tmp_path_factory.mktemp("idea")
+    backward = "        loss.backward()"
+    mask = "torch.get_rng_state().sum().item()"
+    note = f"        seen.append((epoch, x.tolist(), {mask}, loss.item()))\n"
+    text = change(
+        IDEA,
+        {
+            "torch.manual_seed(0)": "torch.manual_seed(0)\nseen = []",
+            backward: note + backward,
+            "dist.destroy": "torch.save(seen, f'{local_rank}.seen')\ndist.destroy",
+        },
+    )
+    run_text(text, folder, world=2)
+    return [load(folder / f"{rank}.seen") for rank in range(2)]
+
+
+def samples_of(batches, epoch):
+    lists = [samples for number, samples, _, _ in batches if number == epoch]
+    return [tuple(sample) for sample in itertools.chain(*lists)]
+
+
+@processes
+def test_idea_repeats_a_sample(observed):
+    samples = samples_of(observed[0], 0) + samples_of(observed[1], 0)
+    assert len(samples) == 1002 and len(set(samples)) == 1001
+
+
+@processes
+def test_idea_repeats_the_order(observed):
+    assert samples_of(observed[0], 0) == samples_of(observed[0], 2)
+
+
+@processes
+def test_idea_repeats_the_dropout(observed):
+    state = [[batch[2] for batch in batches] for batches in observed]
+    assert state[0] == state[1] and len(set(state[0])) > 1
+
+
+@processes
+def test_idea_prints_one_loss(observed):
+    last = [batches[-1][3] for batches in observed]
+    assert abs(last[0] - last[1]) > 1e-4
+
+
+@processes
+def test_idea_saves_on_each_machine(tmp_path):
+    # Two machines with one process each: both have the local rank 0.
+    machines = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        machines.append(tmp_path / str(number))
+    script = tmp_path / "idea.py"
+    script.write_text(
+        change(IDEA, {"import os\n": "import os, sys\nos.chdir(sys.argv[1])\n"})
+    )
+    env = {**WITHOUT_GPU, "LOCAL_RANK": "0"}
+    said = finish_all(start_ranks(2, script, machines, env=env))
+    assert [text.count("epoch 2") for text in said] == [1, 1], said
+    assert all((machine / "idea.pt").exists() for machine in machines)
+
+
+@processes
+def test_idea_loses_a_stopped_run(tmp_path):
+    script = tmp_path / "idea.py"
+    script.write_text(change(IDEA, {"range(3)": "range(100_000)"}))
+    process = start(PYTHON, script, env=WITHOUT_GPU, cwd=tmp_path)
+    wait_for(process, "epoch 3")
+    process.terminate()
+    finish(process, code=-signal.SIGTERM)
+    (said,) = run_text(IDEA, tmp_path)
+    assert "epoch 0" in said
+
+
+@processes
+def test_idea_destroys_its_file(tmp_path):
+    run_text(IDEA, tmp_path)
+    good = load(tmp_path / "idea.pt")
+    assert good
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))\n"
+    run_text(limited + IDEA, tmp_path, code=None)
+    with pytest.raises((RuntimeError, EOFError)):
+        load(tmp_path / "idea.pt")
+
+
+@processes
+def test_idea_lets_two_runs_in(tmp_path):
+    script = tmp_path / "idea.py"
+    script.write_text(IDEA)
+    runs = [start(PYTHON, script, env=WITHOUT_GPU, cwd=tmp_path) for _ in range(2)]
+    assert all("epoch 2" in said for said in finish_all(runs))
+
+
+@processes
+def test_idea_saves_nan(tmp_path):
+    run_text(change(IDEA, {"0.1, momentum": "1e30, momentum"}), tmp_path)
+    weights = load(tmp_path / "idea.pt").values()
+    assert not all(weight.isfinite().all() for weight in weights)
+
+
+@processes
+def test_idea_accepts_other_data(tmp_path):
+    other = "torch.manual_seed(int(os.environ['RANK']))"
+    said = run_text(change(IDEA, {"torch.manual_seed(0)": other}), tmp_path, world=2)
+    assert "epoch 2" in said[0] and "rror" not in "".join(said)
+
+
+@processes
+def test_idea_waits_in_silence(tmp_path):
+    script = tmp_path / "idea.py"
+    script.write_text(change(IDEA, {"range(3)": "range(100_000)"}))
+    ranks = start_ranks(2, script, env=WITHOUT_GPU, cwd=tmp_path)
+    wait_for(ranks[0], "epoch 3")
+    ranks[1].send_signal(signal.SIGSTOP)
+    time.sleep(1)  # what is under way comes to its end
+    said = ranks[0].log.read_text()
+    time.sleep(5)
+    assert ranks[0].poll() is None
+    assert ranks[0].log.read_text() == said
+    assert dist.default_pg_timeout == datetime.timedelta(minutes=30)
+
+
+# ---- What may I delete? --------------------------------------------------------------
+def parts_to_delete():
+    """{number: (texts to delete, {text: what it becomes})}, as the page says it."""
+    text = section("Delete these lines.", "These parts belong together")
+    parts = {}
+    for number, item in re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", text, re.M):
+        becomes = dict(re.findall("`([^`]*)` becomes `([^`]*)`", item))
+        item = re.sub("`[^`]*` becomes `[^`]*`", "", item)
+        parts[int(number)] = re.findall("`([^`]*)`", item), becomes
+    return parts
+
+
+def code_of(node, lines):
+    """The text of a statement without any spaces."""
+    text = lines[node.lineno - 1 : node.end_lineno]
+    text[-1] = text[-1].encode()[: node.end_col_offset].decode()
+    return "".join("".join(text).split()).replace(",)", ")")  # as ruff breaks a line
+
+
+def is_meant(node, code, text):
+    """Does `text`, as it stands in the page, mean this statement?"""
+    kind, _, name = text.partition(" ")
+    if kind in ("def", "class"):
+        definition = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        return definition and node.name == name
+    wanted = "".join(text.split())
+    if text.endswith(("…", ":")):
+        return code.startswith(wanted.removesuffix("…"))
+    return code == wanted
+
+
+class Deleter(ast.NodeTransformer):
+    """Deletes the statements that some texts mean, and what is empty then."""
+
+    def __init__(self, source, texts):
+        self.lines = source.splitlines()
+        self.texts = texts
+        self.found = set()
+
+    def visit(self, node):
+        if not isinstance(node, ast.stmt):
+            return node  # no statement is inside of an expression
+        code = code_of(node, self.lines)
+        meant = [text for text in self.texts if is_meant(node, code, text)]
+        if meant:
+            self.found.update(meant)
+            return None
+        self.generic_visit(node)
+        if isinstance(node, (ast.If, ast.For, ast.With)) and not node.body:
+            return None
+        return node
+
+
+def delete(source, parts):
+    """The program without these parts, a list of values of parts_to_delete()."""
+    wanted = []
+    for texts, becomes in parts:
+        wanted += texts
+        for old, new in becomes.items():
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+    deleter = Deleter(source, wanted)
+    tree = deleter.generic_visit(ast.parse(source))
+    missing = set(wanted) - deleter.found
+    assert not missing, f"ddp_train.py has no {missing}"
+    return ast.unparse(tree)
+
+
+# A rank that runs one script after the other. Importing torch takes most of the time of
+# a small run, so it does that once, and each script runs in a fork.
+ONE_AFTER_THE_OTHER = """
+import os, runpy, signal, sys
+import torch, torch._dynamo
+rank = os.environ["RANK"]
+folders, options = sys.argv[1].split(":"), sys.argv[2:]
+for folder in folders:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(100)
+        os.chdir(folder)
+        log = os.open(f"said.{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = ["ddp_train.py", "--init-method", f"file://{folder}/meet", *options]
+        runpy.run_path("ddp_train.py", run_name="__main__")
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    with open(f"{folder}/status.{rank}", "w") as file:
+        file.write(str(status))
 """
-    env = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"}
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env)
-    assert printed.startswith(b"def ") and len(printed) >= 300
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_recipes_are_short():
-    changed = {n: len(re.findall("^[+-](?![+-]{2} )", d, re.M)) for n, d in DIFFS.items()}
-    assert list(changed) == [1, 2, 3, 4, 5, 6, 7] and max(changed.values()) <= 25, changed
+@processes
+def test_each_part_may_be_deleted(tmp_path):
+    source = (HERE / "ddp_train.py").read_text()
+    parts = parts_to_delete()
+    assert sorted(parts) == list(range(1, 17))
+    assert [int(row[0]) for row in rows("number")] == sorted(parts)
+    programs = {"nothing": source}
+    for number, part in parts.items():
+        programs[f"part {number}"] = delete(source, [part])
+    programs["all parts"] = delete(source, parts.values())
+    folders = []
+    for name, program in programs.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        (folder / "ddp_train.py").write_text(program)
+        folders.append(folder)
+    data = tmp_path / "data"
+    data.write_bytes(source.encode()[:20_000])
+    runner = tmp_path / "runner.py"
+    runner.write_text(ONE_AFTER_THE_OTHER)
+    options = [*TINY, "--data", data, "--max-steps", "4", "--save-every", "2"]
+    options += ["--eval-every", "3", "--out", "out"]
+    names = ":".join(str(folder) for folder in folders)
+    finish_all(start_ranks(2, runner, names, *options))
+
+    problems = []
+    expected = load(folders[0] / "out" / "checkpoint.pt")["model"]
+    for folder in folders:
+        said = "".join((folder / f"said.{rank}").read_text() for rank in range(2))
+        status = [(folder / f"status.{rank}").read_text() for rank in range(2)]
+        if status != ["0", "0"] or "done: step 4" not in said:
+            problems.append(f"---- without {folder.name}: {status}\n{said}")
+            continue
+        weights = load(folder / "out" / "checkpoint.pt")["model"]
+        if not all(torch.equal(weights[name], expected[name]) for name in expected):
+            problems.append(f"---- without {folder.name}: other weights")
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("pair", [(3, 1), (3, 2), (3, 4), (3, 5), (1, 4), (6, 3), (7, 3), (7, 4)])
-def test_recipes_apply_together(recipe, pair):
-    compile(recipe(*pair).read_text(), "ddp_train.py", "exec")
+# ---- Into your own script ------------------------------------------------------------
+def changed_lines(old, new):
+    """How many lines of the new text are new. A line that is only indented is not."""
+    left = [line.strip() for line in old.splitlines()]
+    changed = 0
+    for line in new.splitlines():
+        if line.strip() in left:
+            left.remove(line.strip())
+        elif line.strip():
+            changed += 1
+    return changed
 
 
-@pytest.mark.parametrize("hook", ["fp16", "powersgd", *(["bf16"] if GPUS > 1 else [])])
-def test_compress(recipe, data, plain, tmp_path, hook):
-    """Half the bytes, or less than a fifth, and about the same loss."""
-    args = *TRAIN, "--batch-size", 4, "--data", data, "--compress", hook
-    seen, _ = run(2, recipe(1), tmp_path, *args)
-    share = sum(seen[0]["sent"][-2]) / plain[1]["parameters"]
-    assert share < 0.2 if hook == "powersgd" else share == 0.5
-    losses = [metrics(out, "val_loss")[STEPS] for out in (tmp_path, plain[0])]
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+@pytest.mark.parametrize("old, new", [(BEFORE, AFTER), (AFTER, RESUMED)])
+def test_diff_changes_at_most_16_lines(old, new):
+    assert changed_lines(old, new) <= 16
 
 
-def test_local_sgd(recipe, data, tmp_path):
-    """One all-reduce in 16 steps, and then all have the same weights. A stop changes no bit."""
-    script, args = recipe(2), (*TRAIN, "--batch-size", 4, "--data", data)
-    a, b = tmp_path / "a", tmp_path / "b"
-    seen, _ = run(2, script, a, *args)
-    whole = [sent.count(seen[0]["parameters"] // 2) for sent in seen[0]["sent"]]  # in fp16
-    assert whole == [int(step % 16 == 0) for step in range(1, STEPS + 1)]
-    same = [x == y for x, y in zip(*(s["weights"] for s in seen))]
-    assert same == [step % 16 == 0 for step in range(STEPS)]
-    run(2, script, b, *args, stop_at=5)
-    assert "going on from step 32" in run(2, script, b, *args)[1]  # the second meeting
-    assert metrics(a) == metrics(b)
-    for part in ("model", "optimizer", "outer"):
-        pairs = zip(*(tree_leaves(load(out)[part]) for out in (a, b)))
-        assert all(
-            torch.equal(*map(torch.as_tensor, pair)) for pair in pairs if pair[0] is not None
+def test_script_before_the_diff_does_not_know_of_ranks():
+    assert "dt." not in BEFORE and "rank" not in BEFORE
+
+
+@processes
+def test_script_before_the_diff_runs(tmp_path):
+    (said,) = run_text(BEFORE, tmp_path)
+    assert "epoch 2: validation loss 0.0" in said
+
+
+@processes
+def test_script_is_exact(tmp_path):
+    results = []
+    for world, batch_size in (1, 32), (2, 16):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        changes = {
+            "Dropout(0.1)": "Dropout(0.0)",
+            "train_set, 16": f"train_set, {batch_size}",
+        }
+        said = run_text(change(AFTER, changes), folder, world)
+        results.append((said[0], load(folder / "model.pt")))
+        assert not said[1:] or said[1] == ""
+    (said1, model1), (said2, model2) = results
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", said1 + said2)]
+    assert losses[:3] == pytest.approx(losses[3:], abs=2e-6)
+    for name in model1:
+        assert torch.allclose(model1[name], model2[name], rtol=0, atol=1e-6)
+
+
+COUNT = "            samples += total\n"
+
+
+def signal_at(samples):
+    """Lines for the script: rank 1 gets a signal after so many samples."""
+    return (
+        f"            if world.rank == 1 and samples == {samples}:\n"
+        "                import os\n"
+        "                os.kill(os.getpid(), 15)\n"
+    )
+
+
+@processes
+def test_script_stops_and_continues_with_the_same_bits(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    run_text(RESUMED, whole, world=2)
+    # Rank 1 gets a signal in the middle of the second epoch.
+    kill = signal_at(1001 + 320)
+    said = run_text(change(RESUMED, {COUNT: COUNT + kill}), stopped, 2, code=128 + 15)
+    assert "epoch 0" in said[0] and "epoch 1" not in said[0]
+    # One step to agree.
+    assert load(stopped / "out" / "checkpoint.pt")["step"] == 1001 + 320 + 32
+    said = run_text(RESUMED, stopped, world=2)
+    assert "going on from step 1353" in said[0]
+    a, b = (load(folder / "out" / "checkpoint.pt") for folder in (whole, stopped))
+    assert_equal(a["model"], b["model"])
+    assert_equal(a["optimizer"], b["optimizer"])
+    assert_equal(load(whole / "model.pt"), load(stopped / "model.pt"))
+
+
+def assert_equal(a, b):
+    """The same bits."""
+    leaves = zip(
+        *(torch.utils._pytree.tree_leaves(tree) for tree in (a, b)), strict=True
+    )
+    for left, right in leaves:
+        if isinstance(left, torch.Tensor):
+            assert torch.equal(left, right)
+        else:
+            assert left == right
+
+
+@processes
+def test_script_says_that_it_resumes_and_refuses_other_data(tmp_path):
+    short = {"3):\n": "1):\n"}
+    run_text(change(RESUMED, short), tmp_path)
+    (said,) = run_text(change(RESUMED, short), tmp_path)
+    assert re.fullmatch("going on from step 1001.*\n", said)
+    assert "prints `going on from step 3003`" in PAGE
+    other = {"x[:1001]": "x[:1000]"}
+    (said,) = run_text(change(RESUMED, other), tmp_path, code=1)
+    assert "samples 1001, not 1000" in said
+
+
+# ---- Other shapes of scripts: direct tests -------------------------------------------
+class Recorder:
+    """In the place of an optimizer: keeps the gradients of each step."""
+
+    def __init__(self, model):
+        self.model = model
+        self.steps = []
+
+    def step(self):
+        gradients = [p.grad.flatten().clone() for p in self.model.parameters()]
+        self.steps.append(torch.cat(gradients))
+
+    def zero_grad(self):
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def gradients(code, world_size, model, **names):
+    """What DDP would average: the mean over the ranks of the gradients of each step.
+
+    The ranks run one after the other, so `code` must not use a collective.
+    """
+    steps = []
+    for rank in range(world_size):
+        optimizer = Recorder(model)
+        optimizer.zero_grad()
+        made = {name: make(rank) for name, make in names.items()}
+        world = dt.World(rank, world_size, CPU)
+        scope = {"dt": dt, "torch": torch, "nn": nn, "math": math, "world": world}
+        scope |= {"device": CPU, "ddp": model, "model": model, "optimizer": optimizer}
+        exec(code, {**scope, **made})
+        steps.append(torch.stack(optimizer.steps))
+    return sum(steps) / world_size
+
+
+def make_linear():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def mean_loss(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+def make_data(n):
+    torch.manual_seed(1)
+    x = torch.randn(n, 3)
+    return TensorDataset(x, x[:, :2].sin())
+
+
+def make_loader(rank, dataset, world_size, batch_size):
+    return dt.make_loader(dataset, batch_size, dt.World(rank, world_size, CPU))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_accumulation(world_size):
+    """Of 77 samples: the gradients of steps of 48 and 29, on any number of ranks."""
+    dataset = make_data(77)
+    found = gradients(
+        example("accumulation of 4 micro-batches"),
+        world_size,
+        make_linear(),
+        loader=lambda rank: make_loader(rank, dataset, world_size, 12 // world_size),
+        train_set=lambda rank: dataset,
+        mean_loss=lambda rank: mean_loss,
+        samples=lambda rank: 0,
+    )
+    order = torch.randperm(77, generator=torch.Generator().manual_seed(0))
+    for gradient, picked in zip(found, (order[:48], order[48:]), strict=True):
+        model = make_linear()
+        mean_loss(model, *dataset[picked]).backward()
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
+
+
+class DictDataset(TensorDataset):
+    def __getitem__(self, i):
+        x, labels = super().__getitem__(i)
+        return {"x": x, "labels": labels}
+
+
+class LikeTransformers(nn.Linear):
+    """A model that takes the labels, and returns an object that has the loss."""
+
+    def forward(self, x, labels):
+        loss = nn.functional.mse_loss(super().forward(x), labels)
+        return type("Output", (), {"loss": loss})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dict_batches(world_size):
+    dataset = DictDataset(*make_data(25).tensors)
+    model = LikeTransformers(3, 2)
+    code = example("dict batches") + "    optimizer.step()\n    optimizer.zero_grad()\n"
+    found, expected = (
+        gradients(
+            code,
+            size,
+            model,
+            loader=lambda rank, size=size: make_loader(rank, dataset, size, 12 // size),
         )
+        for size in (world_size, 1)
+    )
+    assert len(found) == 3
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_where(recipe, data, tmp_path):
-    _, said = run(2, recipe(3), tmp_path, *TRAIN, "--batch-size", 4, "--data", data)
-    assert re.search(r"gradients: all-reduced in \d+\.\d+ s", said)
-    assert all(0 <= share < 1 for share in metrics(tmp_path, "waiting").values())
-    for rank in (0, 1):
-        events = json.loads(gzip.open(tmp_path / f"trace.{rank}.json.gz").read())["traceEvents"]
-        names = {e.get("name", "") for e in events}
-        assert len([n for n in names if n.startswith("ProfilerStep#")]) == 5
-        assert any("all" in n and "reduce" in n for n in names)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dataloader_of_your_own(world_size):
+    dataset = make_data(25)
+    loop = "for (x, y), real, total in dt.real_batches(loader, device):\n"
+    loop += "    (mean_loss(ddp, x, y) * real * world.size / total).backward()\n"
+    loop += "    optimizer.step()\n    optimizer.zero_grad()\n"
+    code = example("a DataLoader of your own") + loop
+    found, expected = (
+        gradients(
+            change(code, {"dataset, 16": f"dataset, {12 // size}"}),
+            size,
+            make_linear(),
+            DataLoader=lambda rank: DataLoader,
+            dataset=lambda rank: dataset,
+            pad=lambda rank: default_collate,
+            mean_loss=lambda rank: mean_loss,
+        )
+        for size in (world_size, 1)
+    )
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.faults  # of a busy machine all shares are odd
-@pytest.mark.skipif(not CAN_LIMIT, reason="needs root on Linux with `ip` and `tc`")
-def test_where_with_a_slow_wire(recipe, data, tmp_path):
-    """Of a step more than half waits at 100 Mbit/s, and less than a fifth without a limit."""
-    script, share = recipe(3), {}
-    for limit, batch in (True, 4), (False, 32):  # so both hold on a machine that is busy, too
-        args = "--batch-size", batch, "--max-steps", 6, "--log-every", 6, "--data", data
-        share[limit] = metrics(over_wire(limit, script, tmp_path / str(limit), *args), "waiting")[6]
-    assert share[True] > 0.5 and share[False] < 0.2, share
+@functools.cache
+def streaming():
+    scope = {}
+    exec(example("streaming data"), scope)
+    return scope["stream_batches"]
 
 
-@pytest.mark.parametrize("number, limit", [(4, 1e-5), (5, 1e-4)])
-def test_sharded(recipe, data, plain, tmp_path, number, limit):
-    """1/W of the memory, the losses of DDP, also at another world size, and a plain checkpoint."""
-    if number == 5 and torch.__version__ < "2.7":
-        pytest.skip("FSDP2 does not run on the CPU in torch 2.6")
-    script, args = recipe(number), (*TRAIN, "--data", data)
-    seen, _ = run(2, script, tmp_path, *args, "--batch-size", 4, stop_at=10)
-    for kind in ("state", "parameters")[: number - 3]:
-        assert seen[0][kind] == pytest.approx(plain[1][kind] / 2, rel=0.02)
-    said = run(OTHER, script, tmp_path, *args, "--batch-size", 8 // OTHER)[1]
-    assert "going on from step 1" in said  # 11 or 12
-    assert metrics(tmp_path) == pytest.approx(metrics(plain[0]), rel=limit)
-    run(1, HERE / "ddp_train.py", tmp_path, *args, "--batch-size", 4)  # loads it, and evaluates
-    values = [metrics(out, "val_loss")[STEPS] for out in (tmp_path, plain[0])]
-    assert values[0] == pytest.approx(values[1], rel=limit)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("start_at", [0, 24, 25])
+def test_streaming_data_is_exact(world_size, start_at):
+    """Each step takes one stretch of the stream, from any place on: 37 items."""
+    stream = list(make_data(37))
+    ranks = []
+    for rank in range(world_size):
+        world = dt.World(rank, world_size, CPU)
+        ranks.append(list(streaming()(stream, 4, world, start_at)))
+    place = start_at
+    for step in zip(*ranks, strict=True):
+        taken = []
+        totals = set()
+        for (x, y), real, total in step:
+            assert len(x) == len(y) == max(1, real)
+            taken += [tuple(row.tolist()) for row in x[:real]]
+            totals.add(total)
+        assert totals == {min(4 * world_size, 37 - place)}
+        expected = [tuple(x.tolist()) for x, _ in stream[place : place + total]]
+        assert sorted(taken) == sorted(expected)
+        place += total
+    assert place == 37
 
 
-def test_images(recipe, tmp_path):
-    """Above 95 % of what is held out, and the same from one process and from two."""
-    pytest.importorskip("sklearn")
-    script, args = recipe(6), (*DEVICE, "--epochs", 8, "--no-scale-lr", "--warmup-steps", 20)
-    run(1, script, tmp_path / "1", *args, "--batch-size", 64)
-    run(2, script, tmp_path / "2", *args, "--batch-size", 32)
-    results = [metrics(tmp_path / w, k) for w in "12" for k in ("accuracy", "val_loss")]
-    run(1, script, tmp_path / "2", *args, "--batch-size", 32)  # evaluates what two have trained
-    results += [metrics(tmp_path / "2", k) for k in ("accuracy", "val_loss")]
-    one, _, two, loss, *again = (r[max(r)] for r in results)
-    assert min(one, two) > 0.95 and abs(one - two) < 0.02, (one, two)
-    assert [two, loss] == pytest.approx(again, abs=1e-4)
+@processes
+def test_streaming_script_stops_and_continues_with_the_same_bits(tmp_path):
+    """The script of the second diff, with stream_batches() for real_batches()."""
+    batches = "dt.real_batches(loader, device)"
+    stream = "stream_batches(train_set, 16, world, samples % len(train_set))"
+    text = example("streaming data") + change(
+        RESUMED, {batches: stream, ", 3):": ", 2):"}
+    )
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    run_text(text, whole, world=2)
+    kill = signal_at(320)
+    run_text(change(text, {COUNT: COUNT + kill}), stopped, 2, code=128 + 15)
+    assert load(stopped / "out" / "checkpoint.pt")["step"] == 352
+    run_text(text, stopped, world=2)
+    assert_equal(load(whole / "model.pt"), load(stopped / "model.pt"))
 
 
-def test_transformers(recipe, tmp_path):
-    """It trains on mapped tokens, recomputes activations, and transformers loads the checkpoint."""
-    transformers, numpy = (pytest.importorskip(m) for m in ("transformers", "numpy"))
-    numpy.arange(20_000, dtype="uint16").__mod__(100).tofile(tmp_path / "tokens")
-    args = *TRAIN, "--batch-size", 4, "--vocab", 512, "--data", tmp_path / "tokens", "--layers", 2
-    seen, _ = run(2, recipe(7), tmp_path, *args)
-    losses, state = metrics(tmp_path), load(tmp_path)
-    assert len(seen[0]["again"]) == 2 * (1 + STEPS)  # layers, and a pass before step 1
-    assert losses[STEPS] < 0.8 * losses[1]
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 32, "vocab_size": 512}
-    config, gpt2 = transformers.GPT2Config(**sizes), transformers.GPT2LMHeadModel
-    model = gpt2.from_pretrained(None, config=config, state_dict=state["model"]).eval()
-    x = torch.arange(32)[None]
-    assert model(x, labels=x).loss.item() == pytest.approx(losses[STEPS], rel=0.2)
+@pytest.mark.parametrize("total", [12, 7, 2, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_noise_of_a_gan_is_that_of_one_process(total, world_size):
+    code = example("the noise of a GAN")
+    drawn = []
+    for rank in range(world_size):
+        world = dt.World(rank, world_size, CPU)
+        scope = {"dt": dt, "torch": torch, "world": world, "device": CPU}
+        scope |= {"samples": 5, "total": total}
+        exec(code, scope)
+        real = math.ceil((total - rank) / world_size)
+        assert len(scope["noise"]) == max(1, real)
+        if real > 0:
+            drawn.append(scope["noise"])
+    dt.seed_step(0, 5, 0, CPU)
+    expected = torch.randn(total, 100)
+    for rank, noise in enumerate(drawn):
+        assert torch.equal(noise, expected[rank::world_size])
+
+
+def test_more_in_the_checkpoint_comes_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = run_with_a_checkpoint(steps=3)
+    second = run_with_a_checkpoint(steps=0)
+    for name in ("model", "ema", "scheduler", "optimizer"):
+        assert_equal(first[name].state_dict(), second[name].state_dict())
+    assert second["best"] == 0.5 and second["samples"] == 3
+    assert torch.equal(second["hidden"], torch.full((1, 32), 3.0))
+
+
+def run_with_a_checkpoint(steps):
+    """Some steps between the two examples that save more. Returns all names."""
+    model = make_linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    world = dt.World(0, 1, CPU)
+    scope = {"dt": dt, "torch": torch, "math": math, "world": world}
+    scope |= {"model": model, "optimizer": optimizer}
+    exec(example("more in the checkpoint"), scope)
+    for _ in range(steps):
+        mean_loss(model, *make_data(4)[:]).backward()
+        optimizer.step()
+        scope["scheduler"].step()
+        scope["ema"].update_parameters(model)
+        scope["samples"] += 1
+        scope["hidden"] = scope["hidden"] + 1
+        scope["best"] = 0.5
+    if steps > 0:
+        exec(example("save more in the checkpoint"), scope)
+    scope["checkpoint"].lock.close()
+    return scope
+
+
+# ---- Other shapes of scripts: on two ranks -------------------------------------------
+TOKENS = """
+import torch
+from torch import nn
+import ddp_train as dt
+
+world = dt.init_distributed()
+with dt.process_group(world):
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 3)
+    all_labels = torch.randint(0, 7, (5, 4))
+    all_labels[torch.rand(5, 4) < 0.5] = -100
+    model = nn.Linear(3, 7)
+    ddp = dt.DistributedDataParallel(model) if world.size > 1 else model
+    loader = dt.make_loader(torch.utils.data.TensorDataset(x, all_labels), 9, world)
+    for (x, labels), real, total in dt.real_batches(loader, world.device):
+        logits = ddp(x)
+{block}
+    if world.rank == 0:
+        torch.save(model.weight.grad, f"{{world.size}}.grad")
+"""
+
+
+@processes
+def test_weights_by_tokens(tmp_path):
+    block = re.sub("^", " " * 8, example("weights by tokens"), flags=re.M)
+    for world in (1, 3):
+        run_text(TOKENS.format(block=block), tmp_path, world)
+    one, three = (load(tmp_path / f"{world}.grad") for world in (1, 3))
+    assert torch.allclose(one, three, rtol=0, atol=1e-6)
+
+
+@processes
+def test_script_without_main_and_with_silent_ranks(tmp_path):
+    silence = example("silence print() on the other ranks")
+    lines = ["import os, sys", "import ddp_train as dt", "world = dt.world", silence]
+    lines += ["print('hello from', world.size)"]
+    lines += ["print('not silent', world.rank, file=sys.stderr)"]
+    lines += ["print('sum', dt.all_reduce_sum(world.rank + 1).item())"]
+    (tmp_path / "my_script.py").write_text("\n".join(lines))
+    said = run_text(example("start.py"), tmp_path, world=2)
+    assert "hello from 2" in said[0] and "sum 3.0" in said[0]
+    assert said[1].strip() == "not silent 1"
+
+
+OVERLAP = """
+import torch
+from torch import nn
+import ddp_train as dt
+
+class Encoder(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        position = torch.randn(10, 4).unsqueeze(0).transpose(0, 1)
+        self.register_buffer("position", position)
+
+    def forward(self, x):
+        return super().forward(x + self.position[:2])
+
+world = dt.init_distributed()
+with dt.process_group(world):
+    model = Encoder()
+    {wrap}
+    for _ in range(2):
+        ddp(torch.ones(2, 2, 4)).sum().backward()
+    dt.share_buffers(model)
+"""
+
+
+@processes
+@pytest.mark.parametrize("mended", [False, True])
+def test_buffers_that_overlap(tmp_path, mended):
+    wrap = "ddp = dt.DistributedDataParallel(model)"
+    if mended:
+        wrap = example("buffers that overlap").strip()
+    text = OVERLAP.format(wrap=wrap.replace("\n", "\n    "))
+    said = run_text(text, tmp_path, world=2, code=0 if mended else 1)
+    assert ("single memory location" in said[0]) != mended
+
+
+# ---- The workflow --------------------------------------------------------------------
+def test_workflow_runs_what_ci_runs():
+    workflow = (HERE / ".github" / "workflows" / "test.yml").read_text()
+    assert ".ci/run" in workflow
+    assert "torch==2.9" in workflow
