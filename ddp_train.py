@@ -591,6 +591,7 @@ def join_group(device, backend, url, timeout):
     cpu_backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     cpu_backend = getattr(cpu_backend, "wrapped_pg", cpu_backend)
     cpu_backend._set_default_timeout(datetime.timedelta(seconds=timeout))
+    barrier()  # one that fails now must not end those that are still joining
     return World(rank, size, device)
 
 
@@ -1106,7 +1107,8 @@ def say(line, output=1):
     print() would keep what it cannot write, and fail again when the interpreter exits.
     """
     with contextlib.suppress(OSError):
-        os.write(output, f"{line}\n".encode())
+        # The name of a file need not be UTF-8.
+        os.write(output, f"{line}\n".encode(errors="backslashreplace"))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     pytest test_ddp_train.py                       everything that this machine can run
     pytest test_ddp_train.py -m "not processes"    the direct tests: some seconds
 
-The order is that of the program: model, one step, evaluation, processes, batches,
-checkpoint. Then come whole runs: the same numbers on any number of ranks, every way to
-start, stops and kills, ranks that fail.
+The order is that of the program. Whole runs come last: the same numbers on any number
+of ranks, every way to start, stops and kills, ranks that fail. .ci/ has more tests.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ SCRIPT = HERE / "ddp_train.py"
 DRIVER = HERE / "test_ddp_train.py"  # this file as a program: see driver()
 PYTHON = sys.executable
 LINUX = sys.platform == "linux"
-# A model so small that a step takes milliseconds, on data that few numbers divide.
+# A model so small that a step takes milliseconds.
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32".split()
 TINY += "--batch-size 4 --log-every 1".split()
 # No test depends on how fast the machine is. After this many seconds it has failed.
@@ -154,7 +153,7 @@ def finish(process, code=0):
     output = process.log.read_text(errors="replace")
     if code == 0 and re.search(UNCLEAN, output):
         fail("it is not a clean exit", process)
-    return output
+    return re.sub(r"\[Gloo\] Rank .*\n", "", output)  # torch 2.9 says that by itself
 
 
 def finish_all(processes, code=0):
@@ -1204,11 +1203,6 @@ def test_stop_when_the_reader_of_the_output_has_gone(tiny, out, untouched):
     assert load(out)["step"] == 20
     train(*tiny, *LONG)
     assert_same_run(out, untouched(1))
-
-
-@processes
-def test_failure_when_the_reader_of_the_output_has_gone(tiny):
-    run(*into_nothing(DRIVER, "raise", 0, 20, *tiny), code=1)
 
 
 @processes

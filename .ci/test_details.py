@@ -34,6 +34,7 @@ from test_ddp_train import (
     SCRIPT,
     assert_same,
     free_port,
+    into_nothing,
     load,
     logged,
     make_parts,
@@ -398,6 +399,11 @@ def test_lines_wait_in_no_buffer_and_need_no_reader(monkeypatch, capfd):
     os.close(writer)
 
 
+def test_name_that_is_not_utf8_is_told(capfd):
+    ddp_train.say(os.fsdecode(b"/no/\xff"))
+    assert capfd.readouterr().out == "/no/\\udcff\n"
+
+
 # ---- Options -------------------------------------------------------------------------
 MISTAKES = (
     "lr 0, lr -1, lr nan, lr inf, lr x, batch-size 0, batch-size 1.5, epochs -3, "
@@ -677,3 +683,8 @@ def test_group_leaves_no_thread(same, name):
     """A thread of gloo that is left can abort the exit of the process, or block it."""
     for rank in seen_by(same / name, SAME[name][0]):
         assert "pt_gloo_runloop" not in "".join(rank["threads"])
+
+
+@processes
+def test_failure_when_the_reader_of_the_output_has_gone(tiny):
+    run(*into_nothing(DRIVER, "raise", 0, 20, *tiny), code=1)
