@@ -404,7 +404,8 @@ def say_if_schedule_changed(log, args, state, epoch_size):
     new_rate = learning_rate(args, epochs_done / args.epochs)
     if new_rate != old_rate:
         for name in ("epochs", "lr", "warmup"):
-            was, now = getattr(old, name), getattr(args, name)
+            was = getattr(old, name)
+            now = getattr(args, name)
             if was != now:
                 log.say(f"{option(name)} was {was} and is {now}")
         log.say(f"the learning rate was {old_rate:.3g} and goes on at {new_rate:.3g}")
@@ -742,7 +743,8 @@ def check_alike(facts):
     host0, facts0 = everyone[0]
     for rank, (host, other) in enumerate(everyone):
         for name in sorted(facts0.keys() | other.keys()):
-            value, value0 = other.get(name), facts0.get(name)
+            value = other.get(name)
+            value0 = facts0.get(name)
             if value != value0:
                 here = f"{value} on rank {rank} ({host})"
                 sys.exit(f"{name} is {here}, but {value0} on rank 0 ({host0})")
