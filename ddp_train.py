@@ -585,6 +585,7 @@ def join_group(device, backend, url, timeout):
         timeout=start_limit,
         device_id=gpu,
     )
+    barrier()  # a rank that fails from now on does not end ranks that still join
     # From now on the CPU's backend, gloo, gives up after `timeout` seconds, and NCCL
     # two minutes later. So gloo is first: it raises an error, where NCCL aborts the
     # process. torch has no public function that sets the limit of one backend. With
@@ -592,7 +593,6 @@ def join_group(device, backend, url, timeout):
     cpu_backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     cpu_backend = getattr(cpu_backend, "wrapped_pg", cpu_backend)
     cpu_backend._set_default_timeout(datetime.timedelta(seconds=timeout))
-    barrier()  # one that fails now must not end those that are still joining
     return World(rank, size, device)
 
 

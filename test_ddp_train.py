@@ -54,9 +54,8 @@ LINUX = sys.platform == "linux"
 # A model so small that a step takes milliseconds.
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32".split()
 TINY += "--batch-size 4 --log-every 1".split()
-# No test depends on how fast the machine is. After this many seconds it has failed.
+# No test waits longer than this many seconds.
 DEADLINE = 300
-# What a process must not say if it ends with exit code 0.
 UNCLEAN = "terminate called|Traceback|destroy_process_group|core dumped"
 
 
@@ -790,6 +789,8 @@ def test_checkpoint_has_any_parts_and_values(saved, capfd):
     for name, part in make_parts(seed=1).items():
         assert_same(part.state_dict(), parts[name].state_dict())
     assert Checkpoint(saved / "a" / "new", {}).resume() == {}
+    with pytest.raises(TypeError, match="multiple values.*'generator'"):
+        Checkpoint(saved, make_parts()).save(step=3, generator=1)
     assert capfd.readouterr().out == ""
 
 
@@ -800,13 +801,14 @@ def test_reader_finds_a_whole_checkpoint_at_any_moment(saved, monkeypatch, kille
     """
     moments = []
 
-    def watch(name):
+    def watch_os(name):
         original = getattr(os, name)
 
         def watched(*args):
             steps = sorted(load(saved, path)["step"] for path in saved.glob("c*.pt"))
             moments.append((name, steps))
-            if killed_at == f"{name} {[first for first, _ in moments].count(name)}":
+            calls = [first for first, _ in moments].count(name)
+            if killed_at == f"{name} {calls}":
                 raise KeyboardInterrupt
             original(*args)
 
@@ -814,8 +816,8 @@ def test_reader_finds_a_whole_checkpoint_at_any_moment(saved, monkeypatch, kille
 
     checkpoint = Checkpoint(saved, make_parts())
     checkpoint.resume()
-    watch("fsync")
-    watch("replace")
+    watch_os("fsync")
+    watch_os("replace")
     if killed_at:
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(step=3)
@@ -823,11 +825,8 @@ def test_reader_finds_a_whole_checkpoint_at_any_moment(saved, monkeypatch, kille
         checkpoint = Checkpoint(saved, make_parts())
         assert checkpoint.resume()["step"] == 2
     checkpoint.save(step=3)
-    assert killed_at or moments == [
-        ("fsync", [1, 2]),
-        ("replace", [1, 2]),
-        ("replace", [2]),
-    ]
+    if not killed_at:
+        assert moments == [("fsync", [1, 2]), ("replace", [1, 2]), ("replace", [2])]
     assert load(saved)["step"] == 3
     assert load(saved, "checkpoint.prev.pt")["step"] == 2
     assert not (saved / "checkpoint.tmp").exists()
@@ -962,6 +961,7 @@ def untouched(tmp_path_factory, data):
 
 
 LOCAL_RANK_7 = {"LOCAL_RANK": "7"}  # on the CPU it may be any
+# "3x1x2": 3 ranks, batch size 1, 2 micro-batches: 42 steps an epoch.
 SAME = {
     "1x8": (1, "--batch-size 8"),
     "2x4": (2, "--batch-size 4"),
@@ -1218,7 +1218,8 @@ def wait_until_none_is_left():
     end = time.monotonic() + 30
     while any(is_alive(pid) for pid in descendants(os.getpid())):
         if time.monotonic() > end:
-            fail("a process is left", STARTED[0])
+            left = [pid for pid in descendants(os.getpid()) if is_alive(pid)]
+            fail(f"these processes are left after 30 s: {left}", STARTED[0])
         time.sleep(0.02)
 
 
@@ -1356,7 +1357,7 @@ def test_nodes_take_the_newest_checkpoint_of_any(tiny, tmp_path):
     said = run_ranks(4, DRIVER, "watch", tmp_path, *options)
     assert "going on from step 5" in said[0]
     assert "warning: " in said[3]
-    assert not (evil / "code has run").exists()
+    assert not Path("code has run").exists()
     seen = seen_by(tmp_path, 4)
     for rank in seen:
         assert rank["weights"][0] == expected

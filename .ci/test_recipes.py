@@ -165,6 +165,7 @@ def test_local_sgd(recipe, data, tmp_path):
     assert [a == b for a, b in pairs] == [step % 16 == 0 for step in range(48)]
 
 
+@pytest.mark.faults  # the long form, to keep the suite short
 def test_local_sgd_stops_and_goes_on(recipe, data, tmp_path):
     """It stops at the second meeting after the signal. The stop changes no bit."""
     script = recipe(2)
@@ -312,6 +313,7 @@ def test_end_all_ranks(recipe, data, tmp_path, fault):
     assert "another rank has failed" in output
 
 
+@pytest.mark.faults  # the long form, to keep the suite short
 def test_end_all_ranks_does_no_harm(recipe, data, tmp_path):
     options = [*TRAIN, "--batch-size", 4, "--data", data]
     assert "failed" not in run_ranks(3, recipe(10), tmp_path, *options)
