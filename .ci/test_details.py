@@ -622,6 +622,7 @@ def test_damaged_files(saved, count):
 
 # ---- Whole runs ----------------------------------------------------------------------
 @processes
+@pytest.mark.faults  # the long form, to keep the suite short
 def test_each_sample_once_though_the_number_of_ranks_changes(tmp_path, tiny):
     """4 ranks, then 2, then 1, which stop in the middle of the epoch."""
     read = []

@@ -287,6 +287,7 @@ def test_save_in_background_fails(recipe, data, tmp_path):
     assert "cannot save" in output and "Traceback" not in output
 
 
+@pytest.mark.faults  # the long form, to keep the suite short
 def test_same_bits_on_three_ranks(recipe, data, tmp_path):
     script, first, second = recipe(9), tmp_path / "first", tmp_path / "second"
     options = [*TRAIN, "--dropout", 0.1, "--batch-size", 4, "--data", data]
