@@ -400,15 +400,11 @@ def say_if_schedule_changed(log, args, state, epoch_size):
     """Another --epochs, --lr or --warmup makes the learning rate jump. Tell how far."""
     old = argparse.Namespace(**state["args"])
     epochs_done = state["samples"] / epoch_size
-    old_rate = learning_rate(old, epochs_done / old.epochs)
-    new_rate = learning_rate(args, epochs_done / args.epochs)
-    if new_rate != old_rate:
-        for name in ("epochs", "lr", "warmup"):
-            was = getattr(old, name)
-            now = getattr(args, name)
-            if was != now:
-                log.say(f"{option(name)} was {was} and is {now}")
-        log.say(f"the learning rate was {old_rate:.3g} and goes on at {new_rate:.3g}")
+    was = learning_rate(old, epochs_done / old.epochs)
+    now = learning_rate(args, epochs_done / args.epochs)
+    if now != was:
+        log.say("other --epochs, --lr or --warmup than before:")
+        log.say(f"the learning rate was {was:.3g} and goes on at {now:.3g}")
 
 
 # ---- OPTIONS -------------------------------------------------------------------------
@@ -426,11 +422,7 @@ def parse_args(argv):
     # argparse prints the usage before each error. Without it an error is one line.
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, formatter_class=formatter)
     add = parser.add_argument
-    add(
-        "--data",
-        metavar="PATH",
-        help="file or folder; without it, Python's own library",
-    )
+    add("--data", metavar="PATH", help="file or folder; else Python's own library")
     add("--layers", type=int, default=2, help="transformer blocks")
     add("--heads", type=int, default=4, help="attention heads")
     add("--dim", type=int, default=128, help="width of the model")
@@ -442,12 +434,7 @@ def parse_args(argv):
     add("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     add("--accum", type=int, default=1, help="micro-batches per optimizer step")
     add("--lr", type=float, default=2e-3, help="learning rate after the warm-up")
-    add(
-        "--warmup",
-        type=float,
-        default=0.05,
-        help="this share of the run has a rising rate",
-    )
+    add("--warmup", type=float, default=0.05, help="share of the run with rising rate")
     add("--grad-clip", type=float, default=1.0, help="largest gradient norm; 0: any")
     precisions = ("fp32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="fp32 on GPUs is TF32")
@@ -458,9 +445,8 @@ def parse_args(argv):
     add("--log-every", type=int, default=20, help="steps between two log lines")
     add("--eval-every", type=int, help="steps; it is done after each epoch, too")
     add("--save-every", type=int, default=100, help="steps between two checkpoints")
-    add(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run"
-    )
+    devices = ("auto", "cpu", "cuda")
+    add("--device", choices=devices, default="auto", help="where to run")
     add("--backend", help="gloo, nccl, ... (default: what torch has for the device)")
     add("--init-method", default="env://", help="env://, tcp://host:port, file:///new")
     add("--timeout", type=float, default=600, help="seconds to wait for another rank")
@@ -790,9 +776,8 @@ class StopSignal:
         if self.work is not None:
             self.work.wait()
             self.agreed = self.flag.item()
-        if self.agreed == 0:
-            self.flag = torch.tensor(self.received)
-            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+        self.flag = torch.tensor(self.received)
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
         return self.agreed
 
     def exit(self):

@@ -142,12 +142,12 @@ def test_other_epochs_are_said_with_the_old_and_the_new_rate(tiny, capfd):
     more = [*tiny, "--lr", 1e-2, "--warmup", 0, "--log-every", 99, "--max-steps"]
     train(*more, 31)
     train(*more, 32)
-    assert "--epochs was" not in capfd.readouterr().out
+    assert "than before" not in capfd.readouterr().out
     train(*more, 33, "--epochs", 2)
     said = capfd.readouterr().out
     old_rate = 5e-3 * (1 + math.cos(math.pi * 128 / 250))
     new_rate = 5e-3 * (1 + math.cos(math.pi * 128 / 500))
-    assert "--epochs was 1 and is 2" in said
+    assert "other --epochs, --lr or --warmup than before:" in said
     assert f"was {old_rate:.3g} and goes on at {new_rate:.3g}" in said
 
 
@@ -635,6 +635,39 @@ def test_each_sample_once_though_the_number_of_ranks_changes(tmp_path, tiny):
         for rank in seen_by(tmp_path, world):
             read += rank["read"]
     assert sorted(read) == list(range(250))
+
+
+ANSWERS = """
+import os, signal, time, torch
+from torch.utils.data import TensorDataset
+import ddp_train
+
+def score(model, batch):
+    return {"mean": batch[0].sum()}
+
+world = ddp_train.init_distributed("cpu")
+with ddp_train.process_group(world):
+    stop = ddp_train.StopSignal()
+    ones = torch.ones(2, dtype=torch.float64)
+    print(ddp_train.all_reduce_sum(ones).tolist(), ones.tolist())
+    loader = ddp_train.make_loader(TensorDataset(torch.arange(5.0)), 2, world)
+    print(ddp_train.evaluate(torch.nn.Identity(), score, loader, world))
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+    print([stop(), stop(), stop()])
+"""
+
+
+@processes
+def test_all_ranks_get_the_same_answers():
+    """The sum, which leaves the tensor as it was, the evaluation, and a stop signal: a
+    rank that asks first waits for the others' answer.
+    """
+    number = int(signal.SIGUSR1)
+    expected = ["[2.0, 2.0] [1.0, 1.0]", "{'mean': 2.0}", f"[0, {number}, {number}]"]
+    for said in run_ranks(2, "-c", ANSWERS):
+        assert said.splitlines() == expected
 
 
 @processes
