@@ -61,9 +61,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 # Replace it. The rest of the file calls these three functions. A batch is a tensor with
 # one row per sample, or a list or dict of such. (Tuples of the data set become lists.)
 #   build_model(args)            returns a module
-#   compute_loss(model, batch)   returns the mean loss of the batch, for training
-#   score(model, batch)          returns {name: sum over the samples of the batch};
-#                                evaluate() divides it by the number of samples
+#   compute_loss(model, batch)   returns the mean of the samples' losses, for training
+#   score(model, batch)          returns {name: sum over the samples of the batch}, as
+#                                tensors; evaluate() divides by the number of samples
 class Block(nn.Module):
     """One transformer block: attention to the bytes before, then a small network."""
 
@@ -162,7 +162,7 @@ def load_data(args):
         # Windows of seq_len + 1 bytes, one every seq_len bytes. Nothing is copied.
         windows = part.unfold(0, window, args.seq_len)
         datasets.append(TensorDataset(windows[:, :-1], windows[:, 1:]))
-    # Only the first 64 MiB, to start quickly: they show that a file is the wrong one.
+    # Only the first 64 MiB, to start quickly. It is enough to notice a wrong file.
     checksum = zlib.crc32(data[: 64 * 2**20].numpy())
     return *datasets, f"{len(data)} bytes, CRC-32 {checksum:08x}"
 
@@ -172,7 +172,8 @@ def train_step(ddp, batches, step_samples, optimizer, scaler, autocast, args, wo
     """One optimizer step. All ranks call it.
 
     batches: the iterator of real_batches(). step_samples: the number of samples of this
-    step, on all ranks and in all its micro-batches together.
+    step, on all ranks and in all its micro-batches together. `batches` must have at
+    least so many left.
     Returns the sum of the losses of this rank's samples, and the norm of the gradient.
     """
     loss_sum = 0.0
@@ -187,9 +188,9 @@ def train_step(ddp, batches, step_samples, optimizer, scaler, autocast, args, wo
         with local_gradients(ddp, samples_left > 0):
             with autocast:
                 loss = compute_loss(ddp, batch)
-            # Each sample of the step must have the weight 1 / step_samples. This rank's
-            # mean loss stands for `real` samples. DDP divides by the number of ranks,
-            # so we multiply by it.
+            # The loss of the step is the sum of the losses of all its samples, divided
+            # by step_samples. This batch adds loss * real to that sum. And as DDP
+            # divides by the number of ranks, we multiply by it.
             weight = real / step_samples * world.size
             scaler.scale(loss * weight).backward()
         loss_sum += loss.detach().float() * real
@@ -217,7 +218,7 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     """{name: sum of score_fn(model, batch) over all batches / number of samples}.
 
     All ranks call it, and get the same numbers. Each sample counts once. Give it the
-    model itself: with batch norm DDP would wait for all ranks in each batch.
+    model itself: DDP would send the running means of batch norm in each batch.
     """
     autocast = autocast or contextlib.nullcontext()
     share_buffers(model)
@@ -227,7 +228,8 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     for batch, real, _ in real_batches(loader, world.device):
         with autocast:
             scores = score_fn(model, batch)
-        batch_sums = torch.stack([torch.as_tensor(value) for value in scores.values()])
+        names = scores.keys()
+        batch_sums = torch.stack(list(scores.values()))
         if real == 0:  # this rank has no sample left, and must not count this one
             batch_sums = torch.zeros_like(batch_sums)
         sums.append(batch_sums)
@@ -236,14 +238,15 @@ def evaluate(model, score_fn, loader, world, autocast=None):
         module.training = True
     totals = all_reduce_sum(torch.stack(sums)).sum(0)
     means = totals / len(loader.dataset)
-    return dict(zip(scores, means.tolist(), strict=True))
+    return dict(zip(names, means.tolist(), strict=True))
 
 
 def learning_rate(args, share):
     """Linear warm-up to --lr, then a cosine down to 0.
 
     share: the part of all --epochs that is done, from 0 to 1, counted in samples. So
-    the rate depends neither on the number of ranks nor on --max-steps.
+    the rate depends neither on the number of ranks nor on --max-steps. train() gives
+    the share at the middle of a step: so the rate of the first step is not 0.
     """
     if share < args.warmup:
         return args.lr * share / args.warmup
@@ -255,8 +258,8 @@ def learning_rate(args, share):
 def train(args, world, stop):
     """The whole run. All ranks call it. Returns False if a signal stopped it."""
     train_set, val_set, data_text = load_data(args)
-    # facts: what a run and its checkpoint must have in common.
-    facts = compare_ranks(args, world, data_text)
+    facts = facts_of_run(args, data_text)
+    compare_ranks(args, world, facts)
 
     torch.manual_seed(args.seed)
     model = build_model(args).to(world.device)
@@ -268,11 +271,14 @@ def train(args, world, stop):
     # network inside DDP, or the network alone if there is no process group.
     ddp = model
     if dist.is_initialized():
-        barrier()  # gloo notices a rank that failed so far; NCCL would wait for it
+        # Has a rank failed so far? barrier() goes through gloo, which would notice. DDP
+        # goes through NCCL on GPUs, which would wait for that rank.
+        barrier()
         # DDP copies the weights of rank 0 to all ranks. Bucket views save memory.
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
-        ddp = torch.compile(ddp)
+        ddp = torch.compile(ddp)  # it still has no_sync()
+    # Without fused=True, AdamW with fp16 waits for the GPU in each step.
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
     device_type = world.device.type
     scaler = torch.amp.GradScaler(device_type, enabled=args.precision == "fp16")
@@ -293,26 +299,33 @@ def train(args, world, stop):
     all_samples = args.epochs * epoch_size
     full_step = args.batch_size * args.accum * world.size
     last_step = args.max_steps or math.inf
-    goal = min(all_samples, samples + full_step * (last_step - step))
-    log = Log(world.rank, args.out, step, samples, goal)
+    samples_at_end = min(all_samples, samples + full_step * (last_step - step))
+    log = Log(world.rank, args.out, step, samples, samples_at_end)
     nodes = len(set(all_gather(socket.gethostname())))
     log.say(f"ranks: {world.size}, nodes: {nodes}, {device_type}, {args.precision}")
     log.say(f"from step {step}, {full_step} samples a step, --lr {args.lr}")
     if state:
         say_if_schedule_changed(log, args, state, epoch_size)
     losses = []  # one per step since the last log line, on the device
-    logged_samples = samples
-    logged_at = time.perf_counter()
     finished = samples >= all_samples or step >= last_step
+    # If an evaluation is due at this step, it is made (again): the last start may have
+    # ended before it.
+    at_end_of_epoch = samples > 0 and samples % epoch_size == 0
+    evaluating = at_end_of_epoch or is_due(step, args.eval_every)
     while not finished:
         epoch, start = divmod(samples, epoch_size)
-        loader.sampler.set_epoch(epoch, start)
+        loader.sampler.set_epoch(epoch, start)  # ours can start in mid-epoch
         batches = real_batches(loader, world.device)
         epoch_ended = False
         while not epoch_ended and not finished:
+            if evaluating:
+                values = evaluate(model, score, val_loader, world, autocast)
+                log.write(step, samples, **values)
+            if not losses:  # the speed of the next log line counts from here
+                logged_samples = samples
+                logged_at = time.perf_counter()
             # No step reaches into the next epoch: the last one may have fewer samples.
             step_samples = min(full_step, (epoch + 1) * epoch_size - samples)
-            # The rate at the middle of the step: at the start of step 0 it may be 0.
             lr = learning_rate(args, (samples + step_samples / 2) / all_samples)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -324,17 +337,15 @@ def train(args, world, stop):
             step += 1
             samples += step_samples
 
-            stopping = stop()  # asks all ranks: the number of a signal, or 0
-            # What is due after this step? All ranks come to the same answers.
+            stopping = stop()  # a signal, or 0: the answer to the call one step ago
+            # What is due now? All ranks agree. (The next turn makes the evaluation.)
             epoch_ended = samples % epoch_size == 0
             finished = samples >= all_samples or step >= last_step
             evaluating = epoch_ended or is_due(step, args.eval_every)
-            saving = stopping or epoch_ended or finished
-            saving = saving or is_due(step, args.save_every)
+            saving = stopping or evaluating or finished or is_due(step, args.save_every)
             # Each save needs a log line, because that checks that the loss is finite.
-            logging = saving or evaluating or is_due(step, args.log_every)
-            if logging:
-                # Here the CPU waits for the GPU. Else it never does, but by --sync-bn.
+            if saving or is_due(step, args.log_every):
+                # In other steps the CPU does not wait for the GPU. (--sync-bn does.)
                 new_samples = samples - logged_samples
                 loss = all_reduce_sum(torch.stack(losses)).sum().item() / new_samples
                 grad_norm = grad_norm.item()
@@ -342,19 +353,14 @@ def train(args, world, stop):
                 speed = new_samples / (time.perf_counter() - logged_at)
                 values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
                 log.write(step, samples, **values, samples_per_s=speed)
+                losses = []
             if saving and world.rank == 0:
+                # The other ranks wait for this one in their next collective.
                 checkpoint.save(step=step, samples=samples, args=vars(args))
             if stopping and not finished:
                 log.say(f"stopped by signal {stopping}, saved at step {step}")
+                kill_loading_processes()  # else freeing the loader waits for a busy one
                 return False
-            if evaluating and not finished:
-                values = evaluate(model, score, val_loader, world, autocast)
-                log.write(step, samples, **values)
-            if logging:
-                # Saves and evaluations do not count in the speed of the next line.
-                losses = []
-                logged_samples = samples
-                logged_at = time.perf_counter()
     values = evaluate(model, score, val_loader, world, autocast)
     log.write(step, samples, **values)
     log.say(f"done: step {step}, saved in {checkpoint.path}")
@@ -362,7 +368,7 @@ def train(args, world, stop):
 
 
 def is_due(step, every):
-    return every is not None and step % every == 0
+    return every is not None and step > 0 and step % every == 0
 
 
 def check_finite(loss, grad_norm, scaler, step):
@@ -379,21 +385,22 @@ def check_finite(loss, grad_norm, scaler, step):
         sys.exit(f"not finite at step {step}, not saved: {numbers}. Try a lower --lr")
 
 
-def compare_ranks(args, world, data_text):
-    """End all ranks if they do not fit together. All ranks call it.
-
-    Returns the facts in which a run and its checkpoint must be alike.
-    """
+def facts_of_run(args, data_text):
+    """{name: value} in which a run and its checkpoint must be alike."""
     facts = {option(name): getattr(args, name) for name in SAME_AS_CHECKPOINT}
     facts["--data"] = data_text
-    # alike: the facts, and what only the ranks must have in common.
+    return facts
+
+
+def compare_ranks(args, world, facts):
+    """End all ranks if they do not fit together. All ranks call it."""
+    # Besides the facts there is more that the ranks must have in common.
     alike = {"torch": torch.__version__, "the device": world.device.type, **facts}
     alike["the checksum of the program"] = zlib.crc32(Path(__file__).read_bytes())
     for name, value in vars(args).items():
         if name not in MAY_DIFFER_BETWEEN_RANKS:
             alike[option(name)] = value
     check_alike(alike)
-    return facts
 
 
 def say_if_schedule_changed(log, args, state, epoch_size):
@@ -448,7 +455,7 @@ def parse_args(argv):
     devices = ("auto", "cpu", "cuda")
     add("--device", choices=devices, default="auto", help="where to run")
     add("--backend", help="gloo, nccl, ... (default: what torch has for the device)")
-    add("--init-method", default="env://", help="env://, tcp://host:port, file:///new")
+    add("--init-method", default="env://", help="env://, tcp://host:port, file:///path")
     add("--timeout", type=float, default=600, help="seconds to wait for another rank")
     add("--spawn", type=int, help="run torchrun here, with so many processes")
     # The old launcher, torch.distributed.launch, passes this. It is not used.
@@ -456,9 +463,11 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         given = f"{option(name)} {value}"
-        is_number = type(value) in (int, float)
-        is_good_zero = value == 0 and name in MAY_BE_ZERO
-        if is_number and not is_good_zero and not 0 < value < 2**31:
+        if type(value) not in (int, float):
+            continue
+        if value == 0 and name in MAY_BE_ZERO:
+            continue
+        if not 0 < value < 2**31:
             parser.error(f"{given} is out of range")
         if name in ("warmup", "dropout") and value >= 1:
             parser.error(f"{given} is out of range: it must be below 1")
@@ -476,16 +485,18 @@ def main(argv):
     """Train as the command line says.
 
     Exit code: 0 done, 1 failed, 2 refused by parse_args(), 128 + N stopped by signal N.
-    Under torchrun a rank that was stopped ends with 0, and torchrun with its own code.
+    Under torchrun a rank that was stopped ends with 0. torchrun then ends with 0, or
+    with 1 if it got the signal itself.
     """
     args = parse_args(argv)
     if args.spawn and "RANK" not in os.environ:
         become_torchrun(args.spawn, argv)
     # Until all ranks are there, Ctrl-C ends the process at once. (Python's own handler
-    # would wait for C++.) Then StopSignal takes over.
+    # does not run while torch waits for other ranks.) Then StopSignal takes over.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = init_distributed(args.device, args.backend, args.init_method, args.timeout)
-    # The process group exists now. All ranks work in this block, and leave it together.
+    # Now the process group exists. What the ranks do with it stands in this block, and
+    # at its end they leave the group together.
     with process_group(world):
         stop = StopSignal()
         finished = train(args, world, stop)
@@ -520,7 +531,13 @@ def init_distributed(device="auto", backend=None, url="env://", timeout=600.0):
     except (RuntimeError, ValueError, OSError) as error:
         # Some errors of torch have a C++ stack trace behind the message.
         message = str(error).split("Exception raised from")[0]
-        sys.exit(f"error: rank {rank} cannot start: {' '.join(message.split())}")
+        line = f"error: rank {rank} cannot start: {' '.join(message.split())}"
+        if dist.is_initialized():
+            # The group exists: the other ranks have joined. An ordinary exit might wait
+            # for them.
+            say(line, output=2)
+            os._exit(1)
+        sys.exit(line)
 
 
 def join_group(device, backend, url, timeout):
@@ -549,11 +566,12 @@ def join_group(device, backend, url, timeout):
     # The store is a small database. In it the ranks tell each other their addresses.
     store, rank, size = next(dist.rendezvous(url, rank, size, timeout=start_limit))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun restarts the ranks, but keeps the store. If NCCL has crashed, it left
-        # this key there, which would make the new ranks abort.
+        # torchrun restarts the ranks, but keeps the store. NCCL leaves this key in it
+        # when it fails. New ranks that find the key would end, too.
         store.delete_key("exception_dump")
-        # The new ranks must not find the addresses of the dead ones (pytorch issue
-        # 135712). So each attempt has its own keys.
+        # The store also has the addresses of the dead ranks (pytorch issue 135712). So
+        # each attempt gets keys of its own. (On several nodes that is not enough: there
+        # run_multi_node.sh sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         store = dist.PrefixStore(f"attempt {attempt}", store)
     if device.type != "cpu":
@@ -571,10 +589,10 @@ def join_group(device, backend, url, timeout):
         timeout=start_limit,
         device_id=gpu,
     )
-    barrier()  # a rank that fails from now on does not end ranks that still join
-    # From now on the CPU's backend, gloo, gives up after `timeout` seconds, and NCCL
-    # two minutes later. So gloo is first: it raises an error, where NCCL aborts the
-    # process. torch has no public function that sets the limit of one backend. With
+    barrier()  # all have joined: from now on a rank that fails breaks no other's start
+    # Both backends have the limit of the start now. NCCL keeps it. The CPU's backend,
+    # gloo, gets a shorter one, `timeout`. So gloo gives up first: it raises an error,
+    # where NCCL aborts the process. torch has no public function for this limit. With
     # TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is inside another one.
     cpu_backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     cpu_backend = getattr(cpu_backend, "wrapped_pg", cpu_backend)
@@ -621,15 +639,17 @@ def die_with_parent():
 def process_group(world):
     """Put all the work of the ranks inside. They leave together. All ranks call it.
 
-    A rank that fails says why, and ends at once. sys.exit(0) inside is no failure.
+    A rank that fails says why, and ends at once. Your own code may call sys.exit(0)
+    inside, on all ranks: that is no failure.
     """
     try:
         yield
     except BaseException as error:
         orderly = isinstance(error, SystemExit) and error.code in (None, 0)
         if not orderly:
-            end_at_once(world, error)
-        # The frames of the traceback hold DDP, which holds the group.
+            end_at_once(world, error)  # does not return
+        # The traceback keeps the variables of train(). One of them is DDP, and DDP
+        # holds the group.
         traceback.clear_frames(error.__traceback__)
         leave_group(world)
         raise
@@ -641,10 +661,9 @@ def leave_group(world):
     try:
         barrier()  # a rank that leaves early may break a collective of the others
     except RuntimeError as error:
-        end_at_once(world, error)
+        end_at_once(world, error)  # does not return
     kill_loading_processes()
-    # DDP holds the group, and reference cycles may hold DDP: free it first.
-    gc.collect()
+    gc.collect()  # frees DDP, which holds the group, if it is in a reference cycle
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -660,7 +679,7 @@ def end_at_once(world, error):
         reason = error.code  # the user made a mistake: one line is enough
     message = str(error).lower()
     if dist.is_initialized() and isinstance(error, RuntimeError):
-        if "by peer" in message or "broken pipe" in message:
+        if "gloo" in message and ("by peer" in message or "broken pipe" in message):
             reason = "another rank has ended; its own message says why"
         elif "timeout" in message or "timed out" in message:
             reason += "Perhaps another rank did not answer within --timeout seconds"
@@ -672,7 +691,7 @@ def end_at_once(world, error):
 
 
 def kill_loading_processes():
-    """They ignore SIGTERM, see start_worker(): a busy one would delay our exit."""
+    """The loading processes ignore SIGTERM. So a busy one would delay our exit."""
     # torch has set a handler that raises an error when a loading process was killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -758,9 +777,12 @@ class StopSignal:
         if self.received == 0:
             self.received = int(number)
             self.received_at = time.monotonic()
-        elif number == self.received == signal.SIGINT:
-            # A second Ctrl-C: end at once. But one Ctrl-C may arrive twice, from the
-            # terminal and from torchrun. So ignore what comes within a second.
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                say("Ctrl-C: it will save and stop. A second Ctrl-C ends it at once.")
+        elif self.received == signal.SIGINT and number == signal.SIGINT:
+            # A second Ctrl-C: end at once. (But Python calls this only when torch does
+            # not wait for another rank.) One Ctrl-C may arrive twice, from the terminal
+            # and from torchrun. So ignore what comes within a second.
             if time.monotonic() - self.received_at > 1:
                 os._exit(128 + number)
 
@@ -803,8 +825,6 @@ class ResumableSampler(DistributedSampler):
     """
 
     def __init__(self, dataset, world, seed=0):
-        if not hasattr(dataset, "__len__"):
-            raise TypeError("ResumableSampler needs a dataset that has a length")
         super().__init__(dataset, world.size, world.rank, seed=seed)
         self.worker_seeds = torch.Generator()
         self.set_epoch(0)
@@ -861,7 +881,10 @@ def real_batches(loader, device):
     batch: what the loader gives, on the device. Tuples become lists.
     real: how many samples of it count. 0 if this rank has no sample left, but others
         have: then the batch has one sample as a filler, so that this rank can join in.
+        (Only batch norm sees it.)
     total: the sum of `real` over all ranks.
+    With 5 samples, 2 ranks and a batch size of 2, (real, total) is first (2, 4) on both
+    ranks. Then it is (1, 1) on rank 0, and (0, 1) on rank 1.
     """
     sampler = loader.sampler
     if not isinstance(sampler, ResumableSampler) or loader.drop_last:
@@ -876,8 +899,9 @@ def real_batches(loader, device):
         # The sampler gave each rank equally many: on some ranks the last is a filler.
         loaded = math.ceil(total / ranks)
         # Of the places 0 to total - 1 this rank has rank, rank + ranks, and so on.
-        real = math.ceil((total - sampler.rank) / ranks)
-        yield take(batch, loaded, max(1, real), device), real, total
+        real = len(range(sampler.rank, total, ranks))
+        kept = max(1, real)
+        yield take(batch, loaded, kept, device), real, total
         place += total
 
 
@@ -918,6 +942,7 @@ class Checkpoint:
         self.parts = parts
         self.facts = facts or {}
         # Is checkpoint.pt known to be good? Only then save() keeps it as `previous`.
+        # find_intact() and save() find it out.
         self.path_is_intact = False
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         try:
@@ -925,11 +950,15 @@ class Checkpoint:
             if self.rank == 0:
                 # The lock is held as long as this object lives.
                 self.lock = open(self.path.with_name(".lock"), "a")
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"the folder {folder} is in use by another run")
         except OSError as error:
             sys.exit(f"the folder {folder}: {error}")
+        if self.rank == 0:
+            try:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sys.exit(f"the folder {folder} is in use by another run")
+            except OSError as error:  # some network disks have no locks
+                say(f"warning: {folder} cannot be locked against a second run: {error}")
 
     def save(self, step, **values):
         """Write all parts, the step, and other plain values. Rank 0 alone calls it.
@@ -949,9 +978,10 @@ class Checkpoint:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            # A file that resume() cannot load must not replace one that it can.
+            # torch.load() refuses some values that torch.save() takes, such as a Path.
+            # Such a file must not replace a good one.
             torch.load(beside, "cpu", mmap=True, weights_only=True)
-            if self.path_is_intact:  # a damaged file must not replace a good one
+            if self.path_is_intact:  # else `previous` is the better one
                 os.replace(self.path, self.previous)
             os.replace(beside, self.path)
         except Exception as error:  # of the disk, or of a value that is not plain
@@ -967,17 +997,17 @@ class Checkpoint:
         Returns its plain values, or {} if there is none. SystemExit if all files are
         damaged, or the checkpoint is of another run.
         """
-        content, path, problem = self.find_newest()
+        content, path, problem = self.find_intact()
         found = all_gather((content.get("step", -1), content.get("file_id", "")))
         problems = [text for text in all_gather(problem) if text]
-        newest = max(found)  # the highest step; if two files have it, one of them
+        newest = max(found)  # the highest step; of two such files all take the same
         if newest[0] < 0:
             if problems:
                 sys.exit(f"{problems[0]}: nothing to go on from, use another folder")
             return {}
         if len(set(found)) > 1:
-            # Without a shared disk the nodes may have different files, or none. Rank
-            # `source` reads the newest, and sends its bytes to all ranks.
+            # Without a shared disk the nodes may have different files, or none. The
+            # rank `source` has the newest, and sends its bytes to all ranks.
             source = found.index(newest)
             file_bytes = [path.read_bytes() if self.rank == source else None]
             dist.broadcast_object_list(file_bytes, source)
@@ -1003,10 +1033,11 @@ class Checkpoint:
             say(f"going on from step {content['step']}: {where}")
         return content
 
-    def find_newest(self):
-        """(content, path, problem) of the newest intact file that this rank can read.
+    def find_intact(self):
+        """(content, path, problem) of checkpoint.pt, or of the one before it.
 
-        Without one: ({}, None, problem). problem: what is wrong with a damaged file.
+        ({}, None, problem) if this rank can read neither. problem: what is wrong with a
+        damaged file, or "".
         """
         problem = ""
         for path in (self.path, self.previous):
@@ -1016,11 +1047,13 @@ class Checkpoint:
                 with zipfile.ZipFile(path) as archive:
                     # torch.load() does not compare the checksums, so we do.
                     damaged_name = archive.testzip()
-                    # torch.save() leaves this attribute 0. A flipped bit there may mean
-                    # "a folder", for which torch.load() would return garbage.
+                    # A flag says which entries of a zip file are folders. It has no
+                    # checksum. If it is wrong, torch.load() fills a weight with stray
+                    # memory. torch.save() leaves all these flags 0.
                     marked = [file for file in archive.infolist() if file.external_attr]
                 if damaged_name or marked:
                     raise ValueError("a checksum or an attribute is wrong")
+                # The file is mapped, not read. (save() never writes into an old file.)
                 content = torch.load(path, "cpu", mmap=True, weights_only=True)
                 if not {"step", "file_id", "facts"} <= content.keys():
                     raise ValueError("it is another kind of file")
@@ -1040,20 +1073,21 @@ class Log:
     All ranks call it. It works on rank 0, and does nothing on the others.
     """
 
-    def __init__(self, rank, folder, step, samples, goal):
-        """samples: how many are done. goal: how many will be done at the end."""
+    def __init__(self, rank, folder, step, samples, samples_at_end):
+        """samples: how many are done. samples_at_end: how many then will be."""
         self.rank = rank
         if rank != 0:
             return
         self.path = Path(folder) / "metrics.jsonl"
         self.first_samples = samples
-        self.goal = goal
+        self.samples_at_end = samples_at_end
         self.began = time.monotonic()
         self.board = None
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(f"{folder}/tensorboard", purge_step=step)
+            # What an earlier start has drawn after this step comes again: remove it.
+            self.board = SummaryWriter(f"{folder}/tensorboard", purge_step=step + 1)
 
     def write(self, step, samples, **values):
         """values: {name: number}. To use another logger, call it here."""
@@ -1070,6 +1104,7 @@ class Log:
             if self.board is not None:
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
+                self.board.flush()  # a kill would lose what it still has
         except OSError as error:
             sys.exit(f"cannot write {self.path}: {error}")
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -1077,8 +1112,11 @@ class Log:
 
     def time_left(self, samples):
         seconds = time.monotonic() - self.began
-        seconds_per_sample = seconds / max(1, samples - self.first_samples)
-        samples_left = max(0, self.goal - samples)
+        samples_left = max(0, self.samples_at_end - samples)
+        samples_done = samples - self.first_samples  # since this start
+        if samples_done == 0 and samples_left > 0:
+            return "?"
+        seconds_per_sample = seconds / max(1, samples_done)
         return datetime.timedelta(seconds=round(seconds_per_sample * samples_left))
 
     def say(self, line):
@@ -1094,7 +1132,7 @@ def say(line, output=1):
     print() would keep what it cannot write, and fail again when the interpreter exits.
     """
     with contextlib.suppress(OSError):
-        # The name of a file need not be UTF-8.
+        # The line may have the name of a file, which need not be UTF-8.
         os.write(output, f"{line}\n".encode(errors="backslashreplace"))
 
 

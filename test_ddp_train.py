@@ -54,8 +54,8 @@ LINUX = sys.platform == "linux"
 # A model so small that a step takes milliseconds.
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32".split()
 TINY += "--batch-size 4 --log-every 1".split()
-# No test waits longer than this many seconds.
-DEADLINE = 300
+# No test waits longer than this many seconds for a process.
+DEADLINE = int(os.environ.get("DEADLINE", 300))
 UNCLEAN = "terminate called|Traceback|destroy_process_group|core dumped"
 
 
@@ -84,7 +84,7 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left():
+def end_what_is_left():
     """After each test: end what it started, and what that started."""
     yield
     for process in STARTED:
@@ -137,6 +137,8 @@ def start(*command, env=None, cwd=None):
             preexec_fn=ddp_train.die_with_parent,
         )
     process.log = Path(path)
+    settings = [f"{name}={value}" for name, value in (env or {}).items()]
+    process.command = shlex.join([*settings, *command])
     STARTED.append(process)
     return process
 
@@ -150,9 +152,11 @@ def finish(process, code=0):
     if code is not None and process.returncode != code:
         fail(f"the exit code is {process.returncode}, not {code}", process)
     output = process.log.read_text(errors="replace")
+    # Without what gloo (torch 2.9) and torchrun (if its store has gone) say themselves.
+    output = re.sub(r"\[Gloo\] Rank .*\n|.*torch/distributed/elastic/.*\n", "", output)
     if code == 0 and re.search(UNCLEAN, output):
         fail("it is not a clean exit", process)
-    return re.sub(r"\[Gloo\] Rank .*\n", "", output)  # torch 2.9 says that by itself
+    return output
 
 
 def finish_all(processes, code=0):
@@ -175,15 +179,16 @@ def wait_for(process, pattern):
 
 def fail(reason, process):
     """Fail with the command, to paste, and with what every process has said."""
-    command = shlex.join(process.args)
-    pytest.fail(f"{reason}\n  {command}\n{report()}", pytrace=False)
+    pytest.fail(f"{reason}\n  {process.command}\n{report()}", pytrace=False)
 
 
 def report():
     """The command, the exit code and the output of each process of this test."""
     lines = []
     for process in STARTED:
-        lines.append(f"---- {shlex.join(process.args)}: exit code {process.poll()}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)  # it may have something to say, too
+        lines.append(f"---- {process.command}: exit code {process.poll()}")
         lines.append(process.log.read_text(errors="replace")[-5000:])
     return "\n".join(lines)
 
@@ -264,7 +269,8 @@ def train_with_fault(fault, rank, step, *argv):
 
 def make_fault(fault):
     if fault == "raise":
-        raise RuntimeError("boom")
+        print("printed into a buffer")
+        raise RuntimeError("boom: closed by peer")
     elif fault == "exit":
         sys.exit(0)
     elif fault == "hang":
@@ -536,9 +542,7 @@ def test_gradient_is_the_mean_over_all_samples_of_a_step(size, start, samples):
     assert sum(loss_sums) / samples == pytest.approx(loss.item())
 
 
-@pytest.mark.parametrize(
-    "dtype, scale", [(torch.float16, 2.0**16), (torch.bfloat16, 0)]
-)
+@pytest.mark.parametrize("dtype, scale", [(torch.half, 2**16), (torch.bfloat16, 0)])
 def test_gradient_is_clipped_after_it_was_unscaled(dtype, scale):
     """What is returned is the norm before the clipping. 0: there is no limit."""
     loader = ddp_train.make_loader(windows(4), 4, ALONE)
@@ -718,7 +722,7 @@ def test_real_batches_count_each_sample_once(n, start, batch_size, size):
 
 
 def last_batch(collate, size=1):
-    """(batch, real, total) of the last rank, which has a repeat if there are two."""
+    """(batch, real, total) of the last rank, which has a filler if there are two."""
     dataset = list(torch.arange(10).view(5, 2))
     sampler = ddp_train.ResumableSampler(dataset, World(size - 1, size, CPU))
     loader = DataLoader(dataset, 3, sampler=sampler, collate_fn=collate)
@@ -755,7 +759,7 @@ def test_what_real_batches_refuse():
     for loader in (DataLoader(range(9), 2), dropping):
         with pytest.raises(TypeError, match=r"sampler=ResumableSampler\(dataset, wor"):
             next(ddp_train.real_batches(loader, CPU))
-    with pytest.raises(TypeError, match="a dataset that has a length"):
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
         ddp_train.ResumableSampler(iter([1, 2]), ALONE)
 
 
@@ -885,6 +889,8 @@ def test_what_could_not_be_loaded_again_is_not_saved(saved):
 
 
 class Bomb:
+    """Whoever unpickles it runs code."""
+
     def __reduce__(self):
         return os.mkdir, ("exploded",)
 
@@ -917,7 +923,7 @@ def test_checkpoint_that_does_not_fit(saved, part, facts, says):
 # ==== WHOLE RUNS =====================================================================
 processes = pytest.mark.processes
 LONG = "--epochs 2 --dropout 0.1 --save-every 7 --eval-every 11".split()
-STEPS = 64  # of LONG on two ranks: 32 an epoch
+STEPS = 64  # of two epochs with 8 samples a step
 
 
 def made_once(tmp_path_factory, name, make):
@@ -1050,7 +1056,7 @@ def test_weights_are_equal_on_all_ranks(same, name):
 
 @processes
 def test_each_sample_once_per_epoch(same):
-    """250 samples on 3 ranks: the last round of an epoch has two repeats."""
+    """250 samples on 3 ranks: the last round of an epoch has two fillers."""
     read = []
     by_rank = [rank["read"] for rank in seen_by(same / "3x1x2", 3)]
     for turn in zip(*by_rank, strict=True):
@@ -1173,7 +1179,7 @@ def test_stop_of_three_ranks(same, tiny, out):
     options = *tiny, "--epochs", 2, *SAME["3x1x2"][1].split()
     said = run_ranks(3, DRIVER, "INT", 2, 20, *options, code=128 + 2)
     assert stopped_at(said[0], 2, out) == 21
-    run_ranks(3, SCRIPT, *options)
+    assert run_ranks(3, SCRIPT, *options)[1:] == ["", ""]
     assert logged(out) == pytest.approx(logged(same / "3x1x2"), rel=1e-6)
     expected = load(same / "3x1x2")["model"]
     for name, weight in load(out)["model"].items():
@@ -1231,7 +1237,7 @@ def is_alive(pid):
 
 @processes
 @pytest.mark.parametrize("fault, code", [("busy-TERM", 128 + 15), ("busy-raise", 1)])
-def test_busy_loading_process_does_not_delay_the_end(tiny, fault, code):
+def test_busy_loading_process_is_ended_too(tiny, fault, code):
     run(PYTHON, DRIVER, fault, 0, 9, *tiny, "--workers", 1, code=code)
     wait_until_none_is_left()
 
@@ -1243,6 +1249,7 @@ def test_rank_that_raises(tiny):
     said = run_ranks(2, DRIVER, "raise", 1, 5, *tiny, code=1)
     assert "error: rank 1: Traceback" in said[1]
     assert said[1].count("RuntimeError: boom") == 1
+    assert said[1].count("printed into a buffer") == 1
     assert errors_of(said[0]) == [PEER_ENDED]
 
 
@@ -1279,7 +1286,7 @@ def test_rank_that_hangs(tiny):
     said = run(*torchrun(2, *command), code=1)
     assert "step 4 " in said
     assert "error: rank 0: " in said
-    assert re.search("[Tt]imed out waiting", said)
+    assert re.search("[Tt]imed out waiting 3000ms", said)
     assert "error: rank 1: " not in said
 
 
@@ -1351,26 +1358,19 @@ def test_nodes_take_the_newest_checkpoint_of_any(tiny, tmp_path):
     train(*tiny, "--out", newest, "--max-steps", 5)
     train(*tiny, "--out", older, "--max-steps", 3)
     evil.mkdir()
-    torch.save({"step": 9, "name": Evil(), "facts": {}}, evil / "checkpoint.pt")
+    torch.save({"step": 9, "file_id": Bomb(), "facts": {}}, evil / "checkpoint.pt")
     options = *tiny, "--out", [nothing, newest, older, evil], "--max-steps", 9
     expected = weights_in(newest)
     said = run_ranks(4, DRIVER, "watch", tmp_path, *options)
     assert "going on from step 5" in said[0]
     assert "warning: " in said[3]
-    assert not Path("code has run").exists()
+    assert not Path("exploded").exists()
     seen = seen_by(tmp_path, 4)
     for rank in seen:
         assert rank["weights"][0] == expected
         assert rank["weights"] == seen[0]["weights"]
     assert len(seen[0]["weights"]) == 1 + 4
     assert load(nothing)["step"] == 9
-
-
-class Evil:
-    """Whoever unpickles it runs code."""
-
-    def __reduce__(self):
-        return os.mkdir, ("code has run",)
 
 
 @processes

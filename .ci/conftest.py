@@ -3,8 +3,8 @@
 from test_ddp_train import (  # noqa: F401
     as_it_was,
     data,
+    end_what_is_left,
     environment,
-    no_process_is_left,
     out,
     same,
     saved,

@@ -32,10 +32,10 @@ import ddp_train
 from test_ddp_train import (  # noqa: F401
     STARTED,
     descendants,
+    end_what_is_left,
     environment,
     fail,
     finish,
-    no_process_is_left,
     run,
     start,
     torchrun,
@@ -84,7 +84,7 @@ def why_not(function):
 
 
 @pytest.fixture(autouse=True)
-def limit(request, no_process_is_left):  # noqa: F811
+def limit(request, end_what_is_left):  # noqa: F811
     """Skip the check, or end it when its time is over."""
     reason = why_not(request.function)
     if reason:

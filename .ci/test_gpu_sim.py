@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_ddp_train import environment, no_process_is_left, run  # noqa: F401
+from test_ddp_train import end_what_is_left, environment, run  # noqa: F401
 
 PROGRAM = Path(__file__).with_name("gpu_sim.py")
 SMALL = "--layers 1 --heads 2 --dim 16 --seq-len 32 --batch-size 4 --max-steps 12"
@@ -18,7 +18,14 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.mark.skipif(VERSION < (2, 13), reason="only torch 2.13 registers a device so")
-@pytest.mark.parametrize("options", ["fp32", "bf16 --dropout 0.1", "fp16 --accum 2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "fp16 --accum 2",
+        pytest.param("fp32", marks=pytest.mark.faults),  # of the long form
+        pytest.param("bf16 --dropout 0.1", marks=pytest.mark.faults),
+    ],
+)
 def test_train_on_a_pretended_gpu(options, tmp_path):
     """Twelve steps, two evaluations, two saves: what is copied, read and sent."""
     data = tmp_path / "bytes"

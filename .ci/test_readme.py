@@ -24,11 +24,11 @@ from test_ddp_train import (  # noqa: F401 (the last two are fixtures)
     HERE,
     PYTHON,
     TINY,
+    end_what_is_left,
     environment,
     fail,
     finish,
     finish_all,
-    no_process_is_left,
     run,
     start,
     start_ranks,
@@ -251,6 +251,11 @@ def test_command_to_debug_runs(tmp_path):
 
 
 # ---- The idea in 30 lines, and what goes wrong with it -------------------------------
+# These test the 30 lines, not the program: most are of the long form, to keep the suite
+# short.
+long_form = pytest.mark.faults
+
+
 def test_idea_is_short():
     assert len(IDEA.splitlines()) <= 32
 
@@ -322,6 +327,7 @@ def test_idea_prints_one_loss(observed):
 
 
 @processes
+@long_form
 def test_idea_saves_on_each_machine(tmp_path):
     # Two machines with one process each: both have the local rank 0.
     machines = []
@@ -339,6 +345,7 @@ def test_idea_saves_on_each_machine(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_loses_a_stopped_run(tmp_path):
     script = tmp_path / "idea.py"
     script.write_text(change(IDEA, {"range(3)": "range(100_000)"}))
@@ -351,6 +358,7 @@ def test_idea_loses_a_stopped_run(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_destroys_its_file(tmp_path):
     run_text(IDEA, tmp_path)
     good = load(tmp_path / "idea.pt")
@@ -362,6 +370,7 @@ def test_idea_destroys_its_file(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_lets_two_runs_in(tmp_path):
     script = tmp_path / "idea.py"
     script.write_text(IDEA)
@@ -370,6 +379,7 @@ def test_idea_lets_two_runs_in(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_saves_nan(tmp_path):
     run_text(change(IDEA, {"0.1, momentum": "1e30, momentum"}), tmp_path)
     weights = load(tmp_path / "idea.pt").values()
@@ -377,6 +387,7 @@ def test_idea_saves_nan(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_accepts_other_data(tmp_path):
     other = "torch.manual_seed(int(os.environ['RANK']))"
     said = run_text(change(IDEA, {"torch.manual_seed(0)": other}), tmp_path, world=2)
@@ -384,6 +395,7 @@ def test_idea_accepts_other_data(tmp_path):
 
 
 @processes
+@long_form
 def test_idea_waits_in_silence(tmp_path):
     script = tmp_path / "idea.py"
     script.write_text(change(IDEA, {"range(3)": "range(100_000)"}))
