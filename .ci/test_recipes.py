@@ -139,7 +139,9 @@ def test_recipes_apply_together(recipe, pair):
 
 
 # ---- Speed ---------------------------------------------------------------------------
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+@pytest.mark.parametrize(
+    "hook", ["fp16", pytest.param("powersgd", marks=pytest.mark.faults)]
+)
 def test_compress(recipe, data, plain, tmp_path, hook):
     """Half of the bytes, or less than a fifth; and about the same loss."""
     options = [*TRAIN, "--batch-size", 4, "--data", data]
@@ -232,7 +234,7 @@ def test_images(recipe, tmp_path):
     """More than 90 % are right. One rank evaluates as two do."""
     pytest.importorskip("sklearn")
     script = recipe(6)
-    options = ["--device", "cpu", "--epochs", 4]
+    options = ["--device", "cpu", "--epochs", 3]
     run_ranks(1, script, tmp_path / "1", *options, "--batch-size", 64)
     run_ranks(2, script, tmp_path / "2", *options, "--batch-size", 32)
     one, two = (metrics(tmp_path / name, "accuracy") for name in "12")
@@ -243,6 +245,7 @@ def test_images(recipe, tmp_path):
     assert metrics(tmp_path / "2", "val_loss")[last] == pytest.approx(loss, abs=1e-4)
 
 
+@pytest.mark.faults
 def test_transformers(recipe, tmp_path):
     """It trains on mapped tokens, computes activations again; transformers loads it."""
     transformers = pytest.importorskip("transformers")
