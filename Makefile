@@ -41,7 +41,7 @@ train-cpu: setup ## NPROC (2) processes on the CPU
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: setup-tests ## all tests: less than six minutes on two cores
+test: setup-tests ## all tests: some six minutes on two cores
 	$(VENV_PYTHON) -m pytest -q -n 4 --dist worksteal $(ARGS) test_ddp_train.py .ci
 
 test-fast: setup-tests ## the direct tests: seconds
