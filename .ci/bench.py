@@ -1,7 +1,7 @@
 """Speed of ddp_train.py against the bare loop: a table for the README.
 
 make bench                                      some minutes; with a GPU ten more
-make bench ARGS="--threads 1"                   for a machine that has other work
+OMP_NUM_THREADS=1 make bench                    for a machine that has other work
 python .ci/bench.py --only-gpu                  the rows for which a GPU is needed
 python .ci/bench.py --program OTHER/ddp_train.py    beside another copy of the program
 
@@ -185,9 +185,9 @@ def ratio(above, below):
     return f"{middle:.3f} ({len(ratios)} pairs: {min(ratios):.3f} to {max(ratios):.3f})"
 
 
-def throughput_rows(folder, data, pairs, threads_of_each):
+def throughput_rows(folder, data, pairs):
     for processes in 1, 2:
-        threads = threads_of_each or max(1, CORES // processes)
+        threads = os.environ.get("OMP_NUM_THREADS", max(1, CORES // processes))
         options = [*SMALL, "--data", data, "--max-steps", "36"]
         words = ["worker", pairs, "bare,ours", *options]
         found = measure(folder, processes, *words, threads=threads)
@@ -322,7 +322,6 @@ def main(argv):
     parser.add_argument("--program", type=Path, help="another ddp_train.py")
     parser.add_argument("--only-gpu", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--threads", type=int, help="of each process")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -338,7 +337,7 @@ def main(argv):
             program_rows(folder, data, args.program.resolve(), args.pairs)
             return
         if not args.only_gpu:
-            throughput_rows(folder, data, args.pairs, args.threads)
+            throughput_rows(folder, data, args.pairs)
             memory_row(folder, data)
             start_row(folder, data)
             save_row(folder, little)

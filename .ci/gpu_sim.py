@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives of fake tensors
+from torch import library as operators
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -54,9 +55,9 @@ def make_backend(store, rank, size, timeout):
 def register():
     backend_registration._setup_privateuseone_for_python_backend("sim", Device())
     dist.Backend.register_backend("simccl", make_backend, devices=["sim"])
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    return library  # what it registers is there as long as it lives
+    kernels = operators.Library("_", "IMPL")
+    kernels.fallback(operators.fallthrough_kernel, "AutocastPrivateUse1")
+    return kernels  # what it registers is there as long as it lives
 
 
 # ---- What is noted -------------------------------------------------------------------
@@ -129,7 +130,7 @@ def save(state, file):
 
 
 def main(argv):
-    library = register()
+    kernels = register()
     ddp_train.load_data = with_data(ddp_train.load_data)
     ddp_train.all_gather = with_data(ddp_train.all_gather)
     ddp_train.ResumableSampler.__iter__ = with_data(ddp_train.ResumableSampler.__iter__)
@@ -148,7 +149,7 @@ def main(argv):
                 dist.broadcast_object_list(["a checkpoint"], 0)
             with FakeTensorMode(allow_non_fake_inputs=True), watch:
                 ddp_train.train(args, world, ddp_train.StopSignal())
-    del library
+    del kernels
 
 
 if __name__ == "__main__":

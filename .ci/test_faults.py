@@ -20,6 +20,7 @@ from test_ddp_train import (  # noqa: F401
     SCRIPT,
     STARTED,
     TINY,
+    UNCLEAN,
     assert_same,
     data,
     end_what_is_left,
@@ -30,6 +31,7 @@ from test_ddp_train import (  # noqa: F401
     result,
     run,
     run_ranks,
+    send,
     start,
     tiny,
     torchrun,
@@ -44,7 +46,6 @@ KILLS = int(os.environ.get("KILLS", 100))
 SEED = int(os.environ.get("SEED", random.randrange(10**6)))
 LONG = "--epochs 4 --dropout 0.1 --save-every 3 --eval-every 11 --workers 1".split()
 VICTIMS = "first rank", "last rank", "loading process", "launcher", "all"
-UNCLEAN = "terminate called|Traceback|destroy_process_group|core dumped"
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +124,6 @@ def children(pid):
         except OSError:  # the process has just ended
             pass
     return sorted(int(child) for child in found)
-
-
-def send(pid, number):
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def test_exits_are_clean(tiny, tmp_path):

@@ -166,7 +166,7 @@ def test_options_exist(capsys):
     of_other_programs = """--standalone --nproc --nnodes --node --master --rdzv --tee
     --max-restarts --nodes --ntasks-per-node --signal --requeue --exclusive
     --network --shm-size --gpus --pid --local-addr
-    --shutdown-timeout --signals-to-handle --index-url --threads""".split()
+    --shutdown-timeout --signals-to-handle --index-url""".split()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE.replace("--pid PID", "")))
     assert not named - known - set(of_other_programs)
 
