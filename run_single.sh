@@ -3,36 +3,23 @@
 #   ./run_single.sh --epochs 3
 # NPROC is another number of processes. On the CPU, two of them:
 #   NPROC=2 ./run_single.sh --device cpu
+# MAX_RESTARTS is how often failed processes are started again (0).
 # All arguments go to ddp_train.py.
 set -e
-fail() { echo "run_single.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")
 PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}
-case ${NPROC:-1} in
-  *[!0-9]* | 0*) fail "NPROC=$NPROC: give a number of processes, 1 or more" ;;
+read -r gpus cores < <("$PYTHON" -c 'import torch
+print(torch.accelerator.device_count(), torch.get_num_threads())')
+case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
+NPROC=${NPROC:-$((gpus > 0 ? gpus : 1))}
+case $NPROC in
+  *[!0-9]* | 0*) echo "run_single.sh: NPROC=$NPROC is not a number, 1 or more" >&2; exit 2 ;;
 esac
-
-case " $* " in
-  *" --device cpu "* | *" --device=cpu "*)
-    gpus=0
-    ;;
-  *)
-    # Several processes cannot share Apple's GPU (MPS). They train on the CPU.
-    gpus=$("$PYTHON" -c 'import torch
-print(0 if torch.backends.mps.is_available() else torch.accelerator.device_count())')
-    ;;
-esac
-if [ "$gpus" -gt 0 ]; then
-  processes=${NPROC:-$gpus}
-  [ "$processes" -le "$gpus" ] ||
-    fail "NPROC=$NPROC, but there are $gpus GPUs: take fewer, or give --device cpu"
-else
-  processes=${NPROC:-1}
-  [ -z "$NPROC" ] || echo "run_single.sh: NPROC=$NPROC, on the CPU"
-fi
-
-# --spawn starts the processes, and gives each a fair share of the cores.
-if [ "$processes" -gt 1 ]; then
-  set -- --spawn "$processes" "$@"
-fi
-exec "$PYTHON" "$here/ddp_train.py" "$@"
+# torchrun would give each process one CPU thread. Share the cores out.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+# Processes that are started again must not meet the addresses of dead ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Options of torchrun: SIGUSR1 goes to the ranks, too, and they have time to save.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" \
+  --max-restarts="${MAX_RESTARTS:-0}" "$here/ddp_train.py" "$@"

@@ -1,22 +1,27 @@
-"""Tests of ddp_train.py: they start the real program, break it, and see what it left.
+"""Tests of ddp_train.py, in the order of the program. A test's name is the promise.
 
-    pytest test_ddp_train.py                       everything that this machine can run
+    pytest test_ddp_train.py                       all that this machine can run
     pytest test_ddp_train.py -m "not processes"    the direct tests: some seconds
 
-The order is that of the program. Whole runs come last: the same numbers on any number
-of ranks, every way to start, stops and kills, ranks that fail. .ci/ has more tests.
+First the tests that call a piece directly. Then those that start ranks: most of them as
+forks of this process, so that torch is not imported again; some by torchrun. It needs
+torch, numpy and pytest. tests/ has more: the scripts, the page, the recipes, GPUs.
 """
 
+import atexit
 import contextlib
-import ctypes
+import errno
 import fcntl
-import io
+import gc
+import inspect
 import itertools
 import json
 import math
 import os
 import pickle
+import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -25,369 +30,33 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections import UserDict
-from multiprocessing import Event
+import traceback
+import types
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ddp_train
-from ddp_train import Checkpoint, StopSignal, World
+from ddp_train import StopSignal, World
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "ddp_train.py"
-DRIVER = HERE / "test_ddp_train.py"  # this file as a program: see driver()
-PYTHON = sys.executable
-LINUX = sys.platform == "linux"
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+processes = pytest.mark.processes
 # A model so small that a step takes milliseconds.
-TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 32".split()
-TINY += "--batch-size 4 --log-every 1".split()
-# No test waits longer than this many seconds for a process.
-DEADLINE = int(os.environ.get("DEADLINE", 300))
-UNCLEAN = "terminate called|Traceback|destroy_process_group|core dumped"
-
-
-# ---- Start processes, and leave none -------------------------------------------------
-STARTED = []  # the processes of the test that runs now
-
-
-@pytest.fixture(scope="session", autouse=True)
-def environment(tmp_path_factory):
-    """What all processes of the tests inherit."""
-    tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
-    for name in list(os.environ):
-        if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")):
-            del os.environ[name]
-    os.environ["TMPDIR"] = tempfile.tempdir
-    os.environ.pop("PYTHONUNBUFFERED", None)  # or what is in a buffer would be seen
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    search = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in search if path)
-    torch.set_num_threads(1)
-    if LINUX:
-        # A process whose parent has died becomes our child. So we find it, and only it.
-        set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
-
-
-@pytest.fixture(autouse=True)
-def end_what_is_left():
-    """After each test: end what it started, and what that started."""
-    yield
-    for process in STARTED:
-        kill(process)
-    for pid in descendants(os.getpid()):
-        send(pid, signal.SIGKILL)
-    STARTED.clear()
-
-
-def kill(process):
-    """Kill a process, and all that it has started."""
-    for pid in [*descendants(process.pid), process.pid]:
-        send(pid, signal.SIGKILL)
-    process.wait()
-
-
-def send(pid, number):
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:  # it has ended
-        pass
-
-
-def descendants(pid):
-    """The numbers of all children of a process, and of their children (Linux)."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in task.read_text().split()]
-        except OSError:  # the process has just ended
-            continue
-        for child in children:
-            found += [child, *descendants(child)]
-    return found
-
-
-def start(*command, env=None, cwd=None):
-    """Start a command in a session of its own. Its output goes to process.log."""
-    command = [str(word) for word in command]
-    handle, path = tempfile.mkstemp(suffix=".log")
-    with open(handle, "wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **(env or {})},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=ddp_train.die_with_parent,
-        )
-    process.log = Path(path)
-    settings = [f"{name}={value}" for name, value in (env or {}).items()]
-    process.command = shlex.join([*settings, *command])
-    STARTED.append(process)
-    return process
-
-
-def finish(process, code=0):
-    """Wait for its end. Returns its output. code: the exit code that it must have."""
-    try:
-        process.wait(DEADLINE)
-    except subprocess.TimeoutExpired:
-        fail(f"this still runs after {DEADLINE} s", process)
-    if code is not None and process.returncode != code:
-        fail(f"the exit code is {process.returncode}, not {code}", process)
-    output = process.log.read_text(errors="replace")
-    # Without what gloo (torch 2.9) and torchrun (if its store has gone) say themselves.
-    output = re.sub(r"\[Gloo\] Rank .*\n|.*torch/distributed/elastic/.*\n", "", output)
-    if code == 0 and re.search(UNCLEAN, output):
-        fail("it is not a clean exit", process)
-    return output
-
-
-def finish_all(processes, code=0):
-    return [finish(process, code) for process in processes]
-
-
-def wait_for(process, pattern):
-    """Wait until its output has a line like `pattern`. Returns the output so far."""
-    end = time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        ended = process.poll() is not None
-        output = process.log.read_text(errors="replace")
-        if re.search(pattern, output):
-            return output
-        if ended:
-            fail(f"it ended with {process.returncode}, without {pattern!r}", process)
-        time.sleep(0.02)
-    fail(f"no {pattern!r} within {DEADLINE} s", process)
-
-
-def fail(reason, process):
-    """Fail with the command, to paste, and with what every process has said."""
-    pytest.fail(f"{reason}\n  {process.command}\n{report()}", pytrace=False)
-
-
-def report():
-    """The command, the exit code and the output of each process of this test."""
-    lines = []
-    for process in STARTED:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)  # it may have something to say, too
-        lines.append(f"---- {process.command}: exit code {process.poll()}")
-        lines.append(process.log.read_text(errors="replace")[-5000:])
-    return "\n".join(lines)
-
-
-def run(*command, code=0, env=None, cwd=None):
-    """Start a command and wait for its end. Returns its output."""
-    return finish(start(*command, env=env, cwd=cwd), code)
-
-
-def torchrun(nproc, *command):
-    """The command that starts a script in so many processes."""
-    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, f"--nproc-per-node={nproc}", *command]
-
-
-def start_ranks(world, *command, env=None, cwd=None):
-    """Start ranks by hand, without a launcher: rank r gets RANK=r in its environment.
-
-    A word of the command may be a list: then rank r gets its r-th entry.
-    """
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = []
-    for rank in range(world):
-        words = [word[rank] if isinstance(word, list) else word for word in command]
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        everything = {**address, **mine, **(env or {})}
-        processes.append(start(PYTHON, *words, env=everything, cwd=cwd))
-    return processes
-
-
-def run_ranks(world, *command, code=0, env=None):
-    """Start ranks by hand and wait for them. Returns the output of each."""
-    if world == 1:
-        return [run(PYTHON, *command, code=code, env=env)]
-    return finish_all(start_ranks(world, *command, env=env), code)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-# ---- The program with a fault: `python test_ddp_train.py FAULT RANK STEP options` ----
-# Something happens on one rank in one step: so no test has to hit the right moment.
-def train_with_fault(fault, rank, step, *argv):
-    """Run ddp_train.py; in step `step` of this start, on this rank (or "all"): a fault.
-
-    fault: raise, hang, exit, nan, ctrl-c (three times), or a signal: TERM (to this
-    rank), parent-TERM (to the process that started it, such as torchrun). busy-FAULT:
-    and a loading process hangs. evaluate-FAULT: not in a step, but in an evaluation.
-    """
-    where = "train_step"
-    if fault.startswith("evaluate-"):
-        where = "evaluate"
-    if fault.startswith("busy-"):
-        busy = hang_in_loading_processes(after=4 * int(step))
-    original = getattr(ddp_train, where)
-    calls = 0
-
-    def with_fault(*args):
-        nonlocal calls
-        calls += 1
-        if calls != int(step) or rank not in ("all", os.environ.get("RANK", "0")):
-            return original(*args)
-        if fault.startswith("busy-"):
-            busy.wait(DEADLINE)
-        make_fault(fault.removeprefix("evaluate-").removeprefix("busy-"))
-        result = original(*args)
-        if fault == "nan":
-            loss_sum, grad_norm = result
-            return loss_sum * float("nan"), grad_norm
-        return result
-
-    setattr(ddp_train, where, with_fault)
-    ddp_train.main(argv)
-
-
-def make_fault(fault):
-    if fault == "raise":
-        print("printed into a buffer")
-        raise RuntimeError("boom: closed by peer")
-    elif fault == "exit":
-        sys.exit(0)
-    elif fault == "hang":
-        time.sleep(10 * DEADLINE)
-    elif fault == "ctrl-c":
-        send_signal("INT")
-        send_signal("INT")
-        ddp_train.say("two within a second")
-        time.sleep(1.1)
-        send_signal("INT")
-        ddp_train.say("three")
-    elif fault != "nan":
-        send_signal(fault)
-
-
-def send_signal(name):
-    """Send a signal, and wait until this process has got it."""
-    number = signal.Signals[f"SIG{name.removeprefix('parent-')}"]
-    handler = signal.getsignal(number)
-    arrived = []
-
-    def note(*args):
-        arrived.append(number)
-        handler(*args)
-
-    if number != signal.SIGKILL:
-        signal.signal(number, note)
-    target = os.getpid()
-    if name.startswith("parent-"):
-        target = os.getppid()
-    os.kill(target, number)
-    end = time.monotonic() + DEADLINE
-    while not arrived and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def hang_in_loading_processes(after):
-    """They hang after so many samples. Returns the event that this has happened."""
-    busy = Event()
-    original = TensorDataset.__getitem__
-    samples = 0
-
-    def getitem(dataset, index):
-        nonlocal samples
-        samples += 1
-        if get_worker_info() is not None and samples > after:
-            busy.set()
-            time.sleep(10 * DEADLINE)
-        return original(dataset, index)
-
-    TensorDataset.__getitem__ = getitem
-    return busy
-
-
-# ---- The program, watched: `python test_ddp_train.py watch FOLDER options` -----------
-def watch(folder, *argv):
-    """Train, and write what this rank saw to FOLDER/seen.RANK: lists, with a step each.
-
-    weights: their checksum; the first is before step 1. random: the state of the random
-    numbers before the step. momentum: Adam's. reduced: the buckets DDP has averaged.
-    read: the samples of the training set, in their order. threads: those that are left.
-    """
-    seen = {"read": [], "random": [], "momentum": [], "weights": [], "reduced": []}
-    seen["threads"] = []
-    original_step = ddp_train.train_step
-    original_getitem = TensorDataset.__getitem__
-
-    def reduce_bucket(state, bucket):
-        seen["reduced"][-1].append(bucket.index())
-        return default_hooks.allreduce_hook(state, bucket)
-
-    def watched_step(ddp, batches, samples, optimizer, *others):
-        if not seen["weights"]:
-            seen["weights"].append(checksum(ddp.parameters()))
-            if hasattr(ddp, "register_comm_hook"):
-                ddp.register_comm_hook(None, reduce_bucket)
-        seen["random"].append(zlib.crc32(torch.get_rng_state().numpy()))
-        seen["reduced"].append([])
-        result = original_step(ddp, batches, samples, optimizer, *others)
-        seen["weights"].append(checksum(ddp.parameters()))
-        states = optimizer.state.values()
-        seen["momentum"].append(as_vector(state["exp_avg"] for state in states))
-        return result
-
-    def watched_getitem(dataset, index):
-        if len(dataset) == 250:
-            seen["read"].append(index)
-        return original_getitem(dataset, index)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_train, "train_step", watched_step)
-        patch.setattr(TensorDataset, "__getitem__", watched_getitem)
-        ddp_train.main([str(word) for word in argv])
-    for task in Path("/proc/self/task").glob("*/comm"):
-        seen["threads"].append(task.read_text())
-    rank = os.environ.get("RANK", "0")
-    torch.save(seen, Path(folder) / f"seen.{rank}")
-
-
-def as_vector(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def checksum(tensors):
-    return zlib.crc32(as_vector(tensors).numpy())
-
-
-def seen_by(folder, world):
-    return [torch.load(Path(folder) / f"seen.{rank}") for rank in range(world)]
-
-
-# ---- What a run is given, and what it leaves -----------------------------------------
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    """250 windows of 32 bytes to train on, and 13 held out: 3 and 4 divide neither."""
-    path = tmp_path_factory.mktemp("data") / "data.txt"
-    path.write_bytes((b"the quick brown fox jumps over the lazy dog; " * 200)[:8430])
+TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32".split()
+TINY += "--batch_size 4 --log_every 1".split()
+DATA = bytes(range(256)) * 8  # 60 samples to train with, and 3 to evaluate
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
     return path
 
 
@@ -398,202 +67,168 @@ def out(tmp_path):
 
 @pytest.fixture
 def tiny(data, out):
-    """The options of most tests: 4 samples a step, 63 steps an epoch on one process."""
     return [*TINY, "--data", data, "--out", out]
 
 
-def load(out, name="checkpoint.pt"):
-    return torch.load(Path(out) / name, weights_only=True)
+def parse(*words):
+    return ddp_train.parse_args([str(word) for word in words])
 
 
-def metrics(out):
-    """The records of metrics.jsonl, in their order. They must be strict JSON."""
-    lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-
-def logged(out, name="loss"):
-    """{step: the last value of this name}"""
-    return {record["step"]: record[name] for record in metrics(out) if name in record}
-
-
-def assert_same(a, b):
-    """Two states have the same keys, values and bits."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        for value, other in zip(a, b, strict=True):
-            assert_same(value, other)
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    else:
-        assert a == b
-
-
-def assert_same_run(a, b):
-    """Two runs ended with the same bits, and logged the same numbers."""
-    assert_same(result(a), result(b))
-
-
-def result(out):
-    """The checkpoint without what is random in it, and {step: what was logged last}."""
-    state = load(out)
-    del state["args"], state["file_id"]
-    steps = {}
-    for record in metrics(out):
-        record.pop("samples_per_s", None)
-        steps.setdefault(record["step"], {}).update(record)
-    return [state, steps]
-
-
-# ---- In this process: what the direct tests share ------------------------------------
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU)
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
-    """What a run in this process may leave: its signal handlers, and a group."""
-    # A run that fails in this process must fail the test, and not end pytest.
-    monkeypatch.setattr(ddp_train, "end_at_once", failed_in_this_process)
-    handlers = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def failed_in_this_process(world, error):
-    pytest.fail(f"the run failed: {error!r}")
-
-
-@contextlib.contextmanager
-def refuses(*words):
-    """What is inside ends by sys.exit() with one line, which has these words."""
-    with pytest.raises(SystemExit) as caught:
-        yield
-    assert "\n" not in caught.value.code
-    for word in words:
-        assert word in caught.value.code
-
-
-def train(*options, world=ALONE):
-    """The run without its start and its end: here a mistake is a SystemExit."""
-    args = ddp_train.parse_args([str(option) for option in options])
-    ddp_train.train(args, world, StopSignal())
+def refuses(*texts):
+    """The block must end with sys.exit() and one line that has all these texts."""
+    pattern = ".*".join(re.escape(str(text)) for text in texts)
+    return pytest.raises(SystemExit, match=f"(?s)^[^\n]*{pattern}[^\n]*$")
 
 
 # ---- Model and data ------------------------------------------------------------------
-def tiny_model():
+def test_model_sees_no_later_byte():
+    """Other bytes from a place on change what comes from there on, and only that."""
+    model = ddp_train.build_model(parse(*TINY)).eval()
+    x = torch.randint(256, (3, 8))
+    for place in (1, 5, 7):
+        other = torch.cat([x[:, :place], 255 - x[:, place:]], 1)
+        changed = (model(x) - model(other)).detach().abs().amax((0, 2))
+        assert changed[:place].max() < 1e-6
+        assert changed[place:].min() > 1e-4
+
+
+def test_sample_is_bytes_and_those_one_later(data):
+    train_set, val_set, _ = ddp_train.load_data(parse(*TINY, "--data", data))
+    assert (len(train_set), len(val_set)) == (60, 3)
+    for i in range(63):
+        x, y = train_set[i] if i < 60 else val_set[i - 60]
+        assert bytes(x) == DATA[32 * i :][:32]
+        assert bytes(y) == DATA[32 * i + 1 :][:32]
+
+
+def test_held_out_bytes_are_not_trained(data):
+    """What is to be predicted in an evaluation was never predicted in training."""
+    data.write_bytes(bytes(32 * 60 + 1) + b"x" * 127)
+    train_set, val_set, _ = ddp_train.load_data(parse(*TINY, "--data", data))
+    for i in range(len(train_set)):
+        assert max(train_set[i][1]) == 0
+    for i in range(len(val_set)):
+        assert bytes(val_set[i][1]) == b"x" * 32
+
+
+@pytest.mark.parametrize("size, says", [(None, "No such file"), (0, "0 "), (64, "64 ")])
+def test_missing_or_too_little_data_are_refused(data, size, says):
+    data.unlink() if size is None else data.write_bytes(DATA[:size])
+    with refuses(data, says) if size is not None else refuses("no data", says, data):
+        ddp_train.load_data(parse(*TINY, "--data", data))
+
+
+def test_text_of_the_data_shows_one_other_byte(data):
+    options = parse(*TINY, "--data", data)
+    text = ddp_train.load_data(options)[2]
+    assert ddp_train.load_data(options)[2] == text
+    for other in (DATA[:-1] + b"!", DATA + b"\0"):
+        data.write_bytes(other)
+        assert ddp_train.load_data(options)[2] != text
+
+
+# ---- Batches -------------------------------------------------------------------------
+def order_of(n, rank=0, size=1, seed=0, epoch=0, start=0):
+    sampler = ddp_train.ResumableSampler(range(n), size, rank, seed=seed)
+    sampler.set_epoch(epoch, start)
+    torch.manual_seed(rank)  # it must not matter
+    order = list(sampler)
+    assert len(order) == len(sampler)
+    return order
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 7, 30])
+def test_ranks_take_turns_in_one_order_from_any_start(n, size):
+    for epoch, start in itertools.product((0, 3), range(n + 1)):
+        order = order_of(n, epoch=epoch)
+        assert sorted(order) == list(range(n))
+        ranks = [order_of(n, rank, size, 0, epoch, start) for rank in range(size)]
+        turns = list(itertools.chain(*zip(*ranks, strict=True)))
+        assert turns == order[start : start + len(turns)]
+        assert n - start - len(turns) < size
+
+
+def test_each_seed_and_epoch_has_an_order_of_its_own():
+    orders = set()
+    for seed, epoch in itertools.product(range(3), range(5)):
+        orders.add(tuple(order_of(30, seed=seed, epoch=epoch)))
+    assert len(orders) == 15
+
+
+def train_batches(rank, size, batch_size, start=0, n=60):
+    world = World(rank, size, CPU)
+    loader = ddp_train.train_loader(range(n), batch_size, world)
+    loader.sampler.set_epoch(1, start)
+    return [batch.tolist() for batch in loader]
+
+
+def test_each_sample_at_most_once_though_the_number_of_ranks_changes():
+    """4 ranks for three steps, then 2 for two, then 1 to the end of the epoch."""
+    done = []
+    for size, batch_size, steps in ((4, 2, 3), (2, 3, 2), (1, 7, 3)):
+        start = len(done)
+        for rank in range(size):
+            batches = train_batches(rank, size, batch_size, start)
+            done += itertools.chain(*batches[:steps])
+    assert len(done) == len(set(done)) == 57  # what is left is less than one step
+
+
+def test_all_ranks_have_as_many_batches_and_all_are_full():
+    for size, n in itertools.product((1, 2, 3), range(20, 30)):
+        for rank in range(size):
+            batches = train_batches(rank, size, 4, n=n)
+            assert [len(batch) for batch in batches] == [4] * (n // size // 4)
+
+
+def test_loader_leaves_the_random_numbers_of_the_model_alone():
     torch.manual_seed(1)
-    return ddp_train.ByteTransformer(1, 2, 16, 8)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    loader = ddp_train.train_loader(range(9), 2, ALONE)
+    next(ddp_train.begin(loader))
+    assert torch.rand(1) == expected
 
 
-# ---- One step ------------------------------------------------------------------------
-def windows(count):
-    """A dataset of windows of 8 bytes, each with the same window one byte later."""
-    some_bytes = (torch.arange(count * 8 + 1) * 37 % 251).to(torch.uint8)
-    rows = some_bytes.unfold(0, 9, 8)
-    return TensorDataset(rows[:, :-1], rows[:, 1:])
+def test_batches_of_an_evaluation_are_the_same_for_any_number_of_ranks():
+    for size in (1, 2, 3, 7):
+        ranks = []
+        for rank in range(size):
+            loader = ddp_train.eval_loader(range(9), 2, World(rank, size, CPU))
+            ranks.append([batch.tolist() for batch in loader])
+        turns = itertools.chain(*itertools.zip_longest(*ranks))
+        batches = [batch for batch in turns if batch is not None]
+        assert batches == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
 
 
-def one_step(loader, samples, world=ALONE, clip=0, dtype=None, scale=0, model=None):
-    """(gradient, loss_sum, grad_norm). At rate 1 SGD moves a weight by its gradient."""
-    model = model or tiny_model()
-    args = ddp_train.parse_args([f"--grad-clip={clip}"])
-    before = nn.utils.parameters_to_vector(model.parameters()).detach()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    scaler = torch.amp.GradScaler("cpu", scale, enabled=scale > 0)
-    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
-    batches = ddp_train.real_batches(loader, CPU)
-    results = ddp_train.train_step(
-        model, batches, samples, optimizer, scaler, autocast, args, world
-    )
-    after = nn.utils.parameters_to_vector(model.parameters()).detach()
-    return before - after, *results
+def test_seed_depends_on_each_number_and_on_their_order():
+    seeds = set()
+    for numbers in 2 * list(itertools.product((0, 1, 2, 2**31), repeat=3)):
+        seeds.add(ddp_train.seed_of(*numbers))
+    assert len(seeds) == 64
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("start, samples", [(0, 7), (4, 3), (6, 1)])
-def test_gradient_is_the_mean_over_all_samples_of_a_step(size, start, samples):
-    """Of all ranks and micro-batches, also where these do not divide them. DDP makes
-    the mean of the ranks' gradients: so does this test.
-    """
-    gradients = []
-    loss_sums = []
-    for rank in range(size):
-        world = World(rank, size, CPU)
-        loader = ddp_train.make_loader(windows(7), 2, world)
-        loader.sampler.set_epoch(0, start)
-        gradient, loss_sum, _ = one_step(loader, samples, world)
-        gradients.append(gradient)
-        loss_sums.append(loss_sum.item())
-    order = list(ddp_train.ResumableSampler(windows(7), ALONE))
-    model = tiny_model()
-    loss = ddp_train.compute_loss(model, windows(7)[order[start:]])
-    expected = torch.autograd.grad(loss, list(model.parameters()))
-    expected = torch.cat([gradient.flatten() for gradient in expected])
-    found = torch.stack(gradients).mean(0)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert sum(loss_sums) / samples == pytest.approx(loss.item())
-
-
-@pytest.mark.parametrize("dtype, scale", [(torch.half, 2**16), (torch.bfloat16, 0)])
-def test_gradient_is_clipped_after_it_was_unscaled(dtype, scale):
-    """What is returned is the norm before the clipping. 0: there is no limit."""
-    loader = ddp_train.make_loader(windows(4), 4, ALONE)
-    norm = one_step(loader, 4)[0].norm().item()
-    for clip, expected in ((0.1, 0.1), (100, norm), (0, norm)):
-        gradient, _, its_norm = one_step(loader, 4, ALONE, clip, dtype, scale)
-        assert gradient.norm().item() == pytest.approx(expected, rel=0.02)
-        assert its_norm.item() == pytest.approx(norm, rel=0.02)
-
-
-def test_only_the_last_backward_averages_and_none_is_in_autocast(monkeypatch):
-    """In autocast a part that the model keeps in fp32 would get gradients in bf16."""
-    seen = []
-
-    @contextlib.contextmanager
-    def note_local(ddp, more_to_come):
-        seen.append(more_to_come)
-        yield
-
-    def note_pass(*args):
-        seen.append(torch.is_autocast_enabled("cpu"))
-
-    model = tiny_model()
-    model.head.register_forward_hook(note_pass)
-    model.head.register_full_backward_hook(note_pass)
-    monkeypatch.setattr(ddp_train, "local_gradients", note_local)
-    loader = ddp_train.make_loader(windows(5), 2, ALONE)
-    one_step(loader, 5, dtype=torch.bfloat16, model=model)
-    forward_and_backward = [True, False]
-    assert seen == 2 * [True, *forward_and_backward] + [False, *forward_and_backward]
+def test_batch_of_any_nesting_goes_to_the_device():
+    x = torch.ones(2)
+    batch = {"a": x, "b": [x, (x, "text")], "c": {"d": x, "e": 5}}
+    moved = ddp_train.to_device(batch, torch.device("meta"))
+    assert moved["b"][1][1] == "text" and moved["c"]["e"] == 5
+    for tensor in (moved["a"], moved["b"][0], moved["b"][1][0], moved["c"]["d"]):
+        assert tensor.is_meta
 
 
 # ---- Evaluation and learning rate ----------------------------------------------------
-def count_and_sum(model, batch):
-    return {"count": torch.tensor(1.0 * len(batch[0])), "sum": batch[0].sum()}
+def sum_and_count(model, batch):
+    return {"mean": batch.double().sum(), "count": len(batch)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("n", [1, 2, 7, 101])
-def test_evaluation_counts_each_sample_once(size, n):
-    """In float64: 2**24 + 1 is no float32. Without a group each rank gets its share."""
-    count = 0
-    total = 0
-    for rank in range(size):
-        dataset = TensorDataset(torch.tensor([2.0**24, *range(1, n)]))
-        loader = ddp_train.make_loader(dataset, 1, World(rank, size, CPU))
-        means = ddp_train.evaluate(nn.Identity(), count_and_sum, loader, ALONE)
-        count += means["count"] * n
-        total += means["sum"] * n
-    assert count == pytest.approx(n)
-    assert round(total) == 2**24 + n * (n - 1) // 2
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_evaluation_counts_each_sample_once(n):
+    """2**24 + 1 is no float32."""
+    with ddp_train.distributed("cpu") as world:
+        loader = ddp_train.eval_loader([2**24, *range(1, n)], 2, world)
+        means = ddp_train.evaluate(nn.Identity(), sum_and_count, loader, world)
+    assert means == {"mean": pytest.approx((2**24 + n * (n - 1) / 2) / n, rel=1e-12)}
 
 
 def test_evaluation_changes_no_mode_for_good():
@@ -602,799 +237,1549 @@ def test_evaluation_changes_no_mode_for_good():
     def check(model, batch):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
-        return {"in_autocast": torch.tensor(2.0 * torch.is_autocast_enabled("cpu"))}
+        return {"in_autocast": torch.is_autocast_enabled("cpu"), "count": 1}
 
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(1).eval())
-    loader = ddp_train.make_loader(windows(2), 2, ALONE)
-    autocast = torch.autocast("cpu", torch.bfloat16)
-    for given, enabled in ((None, 0), (autocast, 1)):
-        means = ddp_train.evaluate(model, check, loader, ALONE, given)
-        assert means == {"in_autocast": enabled}
+    with ddp_train.distributed("cpu") as world:
+        loader = ddp_train.eval_loader(range(2), 2, world)
+        autocast = torch.autocast("cpu", torch.bfloat16)
+        for given, enabled in ((None, 0), (autocast, 1)):
+            means = ddp_train.evaluate(model, check, loader, world, given)
+            assert means == {"in_autocast": enabled}
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_learning_rate_warms_up_and_then_follows_a_cosine():
-    args = ddp_train.parse_args(["--lr", "2", "--warmup", "0.1"])
-    rates = {0: 0, 0.05: 1, 0.1: 2, 0.325: 1 + math.sqrt(0.5), 0.55: 1, 1: 0, 1.5: 0}
-    for share, rate in rates.items():
-        assert ddp_train.learning_rate(args, share) == pytest.approx(rate, abs=1e-12)
+    args = parse("--lr", 2, "--warmup", 0.1, "--epochs", 4, "--max_steps", 1)
+    rates = {0: 0, 0.05: 1, 0.1: 2, 0.325: 1 + math.sqrt(0.5), 0.55: 1, 1: 0}
+    for progress, rate in rates.items():
+        found = ddp_train.learning_rate(args, 4 * progress)
+        assert found == pytest.approx(rate, abs=1e-12)
     args.warmup = 0
     assert ddp_train.learning_rate(args, 0) == 2
 
 
-def test_learning_rate_depends_on_the_share_of_the_samples_alone(tiny, tmp_path):
-    """Not on ranks, accumulation, --max-steps. Rank 0 of 4 runs here by itself."""
-    more = [*tiny, "--lr", 1e-2, "--warmup", 0.1, "--batch-size"]
-    train(*more, 8, "--out", tmp_path / "a")
-    train(*more, 2, "--accum", 4, "--out", tmp_path / "b")
-    train(*more, 2, "--out", tmp_path / "c", world=World(0, 4, CPU))
-    train(*more, 8, "--max-steps", 5, "--out", tmp_path / "d")
-    rates = logged(tmp_path / "a", "lr")
-    assert rates[1] == pytest.approx(1e-2 * (4 / 250) / 0.1)  # the middle of the step
-    for name, steps in (("b", 32), ("c", 32), ("d", 5)):
-        found = logged(tmp_path / name, "lr")
-        assert len(found) == steps
-        assert found == pytest.approx({step: rates[step] for step in found})
-
-
 # ---- Processes -----------------------------------------------------------------------
-@pytest.mark.parametrize("number", StopSignal.NUMBERS)
-def test_stop_signal_is_remembered(monkeypatch, number):
-    """The first of several counts. Under torchrun the exit code is 0."""
-    stop = StopSignal()
-    assert stop() == 0
-    stop.exit()
-    os.kill(os.getpid(), number)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop() == number
-    with pytest.raises(SystemExit, match=str(128 + number)):
-        stop.exit()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
-    stop.exit()
+@pytest.fixture
+def handlers():
+    """The handlers of the signals are set back after the test."""
+    before = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_ranks_that_differ_are_named(monkeypatch):
-    facts = {"--lr": 0.1}
-    ddp_train.check_alike(facts)
-    hosts = [("host a", facts), ("host b", facts), ("host c", facts)]
-    monkeypatch.setattr(ddp_train, "all_gather", mock.Mock(return_value=hosts))
-    ddp_train.check_alike(facts)
-    for other, says in (
-        ({"--lr": 0.5}, "--lr is 0.5 on rank 2 (host c), but 0.1 on rank 0 (host a)"),
-        ({}, "--lr is None on rank 2"),
-        ({"--lr": 0.1, "--x": 1}, "--x is 1 on rank 2 (host c), but None on rank 0"),
-    ):
-        hosts[2] = ("host c", other)
-        with refuses(says):
-            ddp_train.check_alike(facts)
+def test_nohup_stays(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    StopSignal()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_seed_of_a_step():
-    """It differs by seed, step and rank, and is the same when it comes again."""
-    draws = set()
-    for numbers in 2 * list(itertools.product((0, 1, 2**31 - 1), repeat=3)):
-        ddp_train.seed_step(*numbers, CPU)
-        draws.add(torch.rand(()).item())
-    assert len(draws) == 27
-
-
-# ---- Batches -------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("n", [1, 2, 7, 13])
-def test_sampler_gives_each_sample_once_from_any_start(n, size):
-    """In the order of torch's own. The first ones come again to fill the last round."""
-    torchs_own = DistributedSampler(range(n), 1, 0, seed=5)
-    for epoch, start in itertools.product((0, 3), range(n + 1)):
-        torchs_own.set_epoch(epoch)
-        order = list(torchs_own)
-        of_ranks = []
-        for rank in range(size):
-            world = World(rank, size, CPU)
-            sampler = ddp_train.ResumableSampler(range(n), world, seed=5)
-            sampler.set_epoch(epoch, start)
-            torch.manual_seed(rank)  # it must not matter
-            of_ranks.append(list(sampler))
-            assert len(sampler) == len(of_ranks[rank]) == math.ceil((n - start) / size)
-        rounds = list(itertools.chain(*zip(*of_ranks, strict=True)))
-        assert rounds == (size * order)[start : start + len(rounds)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("n, start, batch_size", [(13, 0, 2), (13, 6, 3), (1, 0, 4)])
-def test_real_batches_count_each_sample_once(n, start, batch_size, size):
-    dataset = TensorDataset(torch.arange(n))
-    order = list(ddp_train.ResumableSampler(dataset, ALONE))
-    of_ranks = []
-    for rank in range(size):
-        loader = ddp_train.make_loader(dataset, batch_size, World(rank, size, CPU))
-        loader.sampler.set_epoch(0, start)
-        of_ranks.append(list(ddp_train.real_batches(loader, CPU)))
-    place = start
-    for step in zip(*of_ranks, strict=True):  # all ranks have equally many batches
-        counted = []
-        for [indices], real, _ in step:
-            assert len(indices) == max(1, real)
-            counted += indices[:real].tolist()
-        assert [total for _, _, total in step] == size * [len(counted)]
-        assert sorted(counted) == sorted(order[place : place + len(counted)])
-        place += len(counted)
-    assert place == n
-
-
-def last_batch(collate, size=1):
-    """(batch, real, total) of the last rank, which has a filler if there are two."""
-    dataset = list(torch.arange(10).view(5, 2))
-    sampler = ddp_train.ResumableSampler(dataset, World(size - 1, size, CPU))
-    loader = DataLoader(dataset, 3, sampler=sampler, collate_fn=collate)
-    return list(ddp_train.real_batches(loader, CPU))[-1]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_batches_of_any_nesting(size):
-    """Dicts, as tokenizers give, lists, tuples; a bare tensor is one batch."""
-
-    def nested(rows):
-        x = torch.stack(rows)
-        return {"a": x, "b": [x, (x[:, 0],)], "c": UserDict(x=x)}
-
-    x, _, _ = last_batch(torch.stack, size)
-    order = list(ddp_train.ResumableSampler(range(5), ALONE))
-    expected = {1: order[3:], 2: order[1::2]}[size]
-    assert x.tolist() == [[2 * index, 2 * index + 1] for index in expected]
-    batch, _, _ = last_batch(nested, size)
-    assert_same(batch, {"a": x, "b": [x, [x[:, 0]]], "c": {"x": x}})
-
-
-def test_what_real_batches_refuse():
-    def collate(rows):
-        return [torch.stack(rows), {"value": values[-1]}]
-
-    values = ["text", ["a", "b", "c"], None, torch.tensor(3.0), torch.ones(5, 2)]
-    while values:
-        with pytest.raises(TypeError, match="a batch of 3 samples has .*: it must be"):
-            last_batch(collate)
-        values.pop()
-    sampler = ddp_train.ResumableSampler(range(9), ALONE)
-    dropping = DataLoader(range(9), 2, sampler=sampler, drop_last=True)
-    for loader in (DataLoader(range(9), 2), dropping):
-        with pytest.raises(TypeError, match=r"sampler=ResumableSampler\(dataset, wor"):
-            next(ddp_train.real_batches(loader, CPU))
-    with pytest.raises(TypeError, match=r"has no len\(\)"):
-        ddp_train.ResumableSampler(iter([1, 2]), ALONE)
+def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
+    """Without torchrun the parent is a shell, which may end before the run."""
+    with ddp_train.distributed("cpu"):
+        stop = StopSignal()
+        stop.parent = -1
+        assert stop() == 0
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+        assert stop() == signal.SIGTERM
 
 
 # ---- Checkpoint ----------------------------------------------------------------------
-def make_parts(seed=2):
-    """A network and an optimizer that has made a step."""
-    torch.manual_seed(seed)
-    model = nn.Linear(2, 300)
-    adam = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    adam.step()
-    return {"generator": model, "optimizer_g": adam}
+class Part:
+    """Anything with state_dict() and load_state_dict()."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def checkpoint_of(folder, state, **facts):
+    part = Part(state=state, weights=torch.arange(5000.0))
+    return ddp_train.Checkpoint(folder, {"part": part}, facts, ALONE)
 
 
 @pytest.fixture
-def saved(tmp_path):
-    """A folder with the checkpoints of steps 1 and 2."""
-    checkpoint = Checkpoint(tmp_path, make_parts(1), {"size": 3})
-    for step in (1, 2):
-        checkpoint.save(step=step, noise=torch.arange(3), best=[0.5, "text", None])
-    return tmp_path
+def saved(out):
+    """A folder with a checkpoint."""
+    checkpoint_of(out, 5, seed=1).save(2, epoch=3)
+    return out
 
 
-def test_checkpoint_has_any_parts_and_values(saved, capfd):
-    parts = make_parts(seed=2)
-    found = Checkpoint(saved, parts, {"size": 3}).resume()
-    assert "going on from step 2" in capfd.readouterr().out
-    values = {"step": 2, "noise": torch.arange(3), "best": [0.5, "text", None]}
-    assert_same({name: found[name] for name in values}, values)
-    assert not found.keys() & parts.keys()
-    for name, part in make_parts(seed=1).items():
-        assert_same(part.state_dict(), parts[name].state_dict())
-    assert Checkpoint(saved / "a" / "new", {}).resume() == {}
-    with pytest.raises(TypeError, match="multiple values.*'generator'"):
-        Checkpoint(saved, make_parts()).save(step=3, generator=1)
-    assert capfd.readouterr().out == ""
+def resume(checkpoint):
+    """In a group of one. Not in distributed(): it would end this process."""
+    ddp_train.init_distributed("cpu")
+    try:
+        return checkpoint.resume()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("killed_at", ["", "fsync 1", "replace 1", "replace 2"])
-def test_reader_finds_a_whole_checkpoint_at_any_moment(saved, monkeypatch, killed_at):
-    """The new one is on the disk before it gets a name; the one before is kept. Where
-    the save is killed, the next start goes on from step 2, and overwrites nothing.
-    """
-    moments = []
+def test_checkpoint_has_all_parts_and_plain_values(saved):
+    checkpoint = checkpoint_of(saved, 0, seed=1)
+    values = resume(checkpoint)
+    assert (values["step"], values["epoch"]) == (2, 3)
+    assert checkpoint.parts["part"].state["state"] == 5
+    assert checkpoint.parts["part"].state["weights"].sum() == 4999 * 2500
 
-    def watch_os(name):
-        original = getattr(os, name)
 
-        def watched(*args):
-            steps = sorted(load(saved, path)["step"] for path in saved.glob("c*.pt"))
-            moments.append((name, steps))
-            calls = [first for first, _ in moments].count(name)
-            if killed_at == f"{name} {calls}":
-                raise KeyboardInterrupt
-            original(*args)
+def test_new_folder_has_no_checkpoint(out):
+    checkpoint = checkpoint_of(out / "new" / "folder", 0)
+    assert resume(checkpoint) == {}
+    assert checkpoint.parts["part"].state["state"] == 0
 
-        monkeypatch.setattr(os, name, watched)
 
-    checkpoint = Checkpoint(saved, make_parts())
-    checkpoint.resume()
-    watch_os("fsync")
-    watch_os("replace")
-    if killed_at:
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(step=3)
-        monkeypatch.undo()
-        checkpoint = Checkpoint(saved, make_parts())
-        assert checkpoint.resume()["step"] == 2
-    checkpoint.save(step=3)
-    if not killed_at:
-        assert moments == [("fsync", [1, 2]), ("replace", [1, 2]), ("replace", [2])]
-    assert load(saved)["step"] == 3
-    assert load(saved, "checkpoint.prev.pt")["step"] == 2
+def test_folder_that_cannot_be_made_is_one_line(data):
+    with refuses(f"the folder {data}/out: "):
+        checkpoint_of(data / "out", 0)
+
+
+def test_checkpoint_of_another_run_is_refused(saved):
+    with refuses("has seed 1, not 2: take another --out"):
+        resume(checkpoint_of(saved, 0, seed=2))
+
+
+def test_bytes_are_on_the_disk_before_the_file_gets_its_name(saved, monkeypatch):
+    events = []
+
+    def fsync(descriptor):
+        beside = saved / "checkpoint.tmp"
+        events.append(("fsync", torch.load(beside)["step"]))
+
+    def replace(source, target):
+        events.append(("replace", source.name, target.name))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    checkpoint_of(saved, 0).save(7)
+    assert events == [("fsync", 7), ("replace", "checkpoint.tmp", "checkpoint.pt")]
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 8000])
+def test_full_disk_leaves_the_old_checkpoint(saved, limit):
+    checkpoint = checkpoint_of(saved, 6)
+    old_limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        with refuses("cannot save", "the old one is intact"):
+            checkpoint.save(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old_limit, most))
+    assert load(saved)["step"] == 2
     assert not (saved / "checkpoint.tmp").exists()
 
 
-def flip(content, pattern, bit):
-    """Change one bit behind a pattern."""
-    place = re.search(pattern, content, re.S).end()
-    return content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
+def damaged(content, rng):
+    """A bit flipped (half of all), cut off, a hole, garbage; a third near the end."""
+    near = rng.choice((len(content), len(content), 1000))
+    place = len(content) - 1 - rng.randrange(near)
+    with_flip = bytearray(content)
+    with_flip[place] ^= 1 << rng.randrange(8)
+    with_hole = content[:place] + b"\xff" * 512 + content[place + 512 :]
+    others = [content[:place], with_hole, rng.randbytes(place % 3000)]
+    return rng.choice([*others, with_flip, with_flip, with_flip])
 
 
-def of_another_program():
-    file = io.BytesIO()
-    torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, file)
-    return file.getvalue()
+def try_damaged_files(folder, count, seed):
+    """Each is refused, or harmless, as a flip in the padding between records is."""
+    rng = random.Random(seed)
+    path = folder / "checkpoint.pt"
+    whole = path.read_bytes()
+    expected = flatten(load(folder))
+    refused = 0
+    for index in range(count):
+        print(f"seed {seed}, file {index}")
+        path.write_bytes(damaged(whole, rng))
+        try:
+            content = checkpoint_of(folder, 0).read()
+        except SystemExit as error:
+            assert str(error).startswith(f"{path} cannot be loaded: ")
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert flatten(content) == expected
+    assert refused > 0.7 * count
 
 
-@pytest.mark.parametrize("damage", ["weight", "folder", "cut", "garbage", "other"])
-def test_checkpoint_that_cannot_be_used(saved, capfd, damage):
-    """The one before is taken, with a warning, and stays what it is. If there is none,
-    nothing is overwritten: it may be of the user's.
-    """
-    path = saved / "checkpoint.pt"
-    good = path.read_bytes()
-    bad = {
-        "weight": flip(good, rb"/data/0FB.{100}", 1),
-        # An attribute, which no checksum protects, says that a weight is a folder.
-        "folder": flip(good, rb"PK\x01\x02.{34}(?=.{8}[^/]*/data/0)", 16),
-        "cut": good[:-1],
-        "garbage": b"not a checkpoint",
-        "other": of_another_program(),
-    }[damage]
-    path.write_bytes(bad)
-    checkpoint = Checkpoint(saved, make_parts())
-    assert checkpoint.resume()["step"] == 1
-    assert f"warning: {path} is damaged or not a checkpoint" in capfd.readouterr().out
-    for step, step_before in ((3, 1), (4, 3)):
-        checkpoint.save(step=step)
-        assert load(saved, "checkpoint.prev.pt")["step"] == step_before
-    (saved / "checkpoint.prev.pt").write_bytes(bad)
-    path.write_bytes(bad)
-    for _ in range(2):
-        with refuses(str(saved), "nothing to go on from, use another folder"):
-            Checkpoint(saved, make_parts()).resume()
-        assert path.read_bytes() == bad
-        (saved / "checkpoint.prev.pt").unlink(missing_ok=True)
-
-
-def test_what_could_not_be_loaded_again_is_not_saved(saved):
-    """torch.load() refuses what is not plain: a Path, or a number of numpy."""
-    checkpoint = Checkpoint(saved, make_parts())
-    checkpoint.resume()
-    with refuses("cannot save"):
-        checkpoint.save(step=3, best=Path("a"))
-    assert load(saved)["step"] == 2
+def test_damaged_file_is_refused(saved):
+    try_damaged_files(saved, count=30, seed=1)
 
 
 class Bomb:
-    """Whoever unpickles it runs code."""
-
     def __reduce__(self):
         return os.mkdir, ("exploded",)
 
 
-@pytest.mark.parametrize("save", [pickle.dump, torch.save])
-def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, save):
+def test_code_in_a_checkpoint_does_not_run(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with open("checkpoint.pt", "wb") as file:
-        save({"step": 9, "file_id": "", "facts": {}, "model": Bomb()}, file)
-    with refuses("not a checkpoint"):
-        Checkpoint(tmp_path, {}).resume()
-    assert not (tmp_path / "exploded").exists()
+    checkpoint = checkpoint_of(out, 0)
+    torch.save({"step": 1, "part": Bomb()}, out / "checkpoint.pt")
+    with refuses("cannot be loaded: "):
+        checkpoint.read()
+    assert not Path("exploded").exists()
 
 
-@pytest.mark.parametrize(
-    "part, facts, says",
-    [
-        ({}, {"size": 4}, "has size 3, not 4: use another folder"),
-        ({}, {"width": 1}, "has width None, not 1: use another folder"),
-        ({"critic": nn.Linear(1, 1)}, {}, "has no 'critic': use another folder"),
-        ({"generator": nn.Linear(4, 1)}, {}, "does not fit 'generator': "),
-        ({"optimizer_g": torch.optim.SGD([torch.ones(1)])}, {}, "fit 'optimizer_g'"),
-    ],
+def test_disk_without_locks_is_used_with_a_warning(saved, monkeypatch, capfd):
+    """As some network disks of clusters are."""
+
+    def lockf(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    assert resume(checkpoint_of(saved, 0, seed=1))["step"] == 2
+    assert "cannot be locked: [Errno 37] No locks" in capfd.readouterr().err
+
+
+def test_lock_of_a_run_that_has_just_ended_is_waited_for(saved, monkeypatch):
+    answers = [BlockingIOError, BlockingIOError, None]
+
+    def lockf(file, operation):
+        assert operation == fcntl.LOCK_EX | fcntl.LOCK_NB
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(time, "sleep", int)
+    checkpoint_of(saved, 0)
+    assert answers == []
+
+
+# ---- Log and options -----------------------------------------------------------------
+def test_log_writes_numbers_on_rank_0_alone(tmp_path, capfd):
+    for rank in (0, 1):
+        log = ddp_train.Log(tmp_path, World(rank, 2, CPU))
+        log.write(7, loss=0.123456, lr=1e-3)
+        log.say("the end")
+    assert capfd.readouterr().out == "step 7  loss 0.12346  lr 0.001\nthe end\n"
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 7, "loss": 0.123456, "lr": 1e-3}
+
+
+def test_training_goes_on_when_the_log_has_no_space(tmp_path, capfd):
+    (tmp_path / "metrics.jsonl").mkdir()  # this cannot be opened either
+    ddp_train.Log(tmp_path, ALONE).write(7, loss=0.5)
+    assert "cannot write" in capfd.readouterr().out
+
+
+MISTAKES = "--no_such 1, --batch_size 0, --batch_size x, --accum -1, --epochs 1.5, "
+MISTAKES += "--max_steps 0, --lr 0, --lr nan, --lr inf, --dropout 1, --dropout nan, "
+MISTAKES += "--warmup 1, --warmup -0.1, --grad_clip 0, --precision fp16, --device tpu, "
+MISTAKES += (
+    "--timeout 0, --workers -1, --eval_every 0, --save_every 0, --log_every 0, stray"
 )
-def test_checkpoint_that_does_not_fit(saved, part, facts, says):
-    with refuses(str(saved), says):
-        Checkpoint(saved, {**make_parts(), **part}, facts).resume()
 
 
-# ==== WHOLE RUNS =====================================================================
-processes = pytest.mark.processes
-LONG = "--epochs 2 --dropout 0.1 --save-every 7 --eval-every 11".split()
-STEPS = 64  # of two epochs with 8 samples a step
+@pytest.mark.parametrize("mistake", MISTAKES.split(", "))
+def test_mistake_in_an_option_is_one_line_and_exit_code_2(mistake, capfd):
+    with pytest.raises(SystemExit) as error:
+        parse(*mistake.split())
+    assert error.value.code == 2
+    assert mistake.split()[0] in capfd.readouterr().err.splitlines()[-1]
 
 
-def made_once(tmp_path_factory, name, make):
-    """A folder that make(folder) fills, once for all processes of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    folder = base / name
-    with open(base / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            unfinished = base / f"{name}.unfinished"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            make(unfinished)
-            unfinished.rename(folder)
-    return folder
+def test_option_has_the_name_of_its_variable():
+    args = parse("--batch_size", 8, "--local-rank=1", "--warmup", 0, "--dropout", 0)
+    assert (args.batch_size, args.local_rank, args.warmup) == (8, 1, 0)
+    for name in vars(parse()):
+        assert "-" not in name
 
 
-@pytest.fixture
-def untouched(tmp_path_factory, data):
-    """untouched(world): the folder of a run with LONG that nobody stopped.
+# ---- Start processes, and leave none -------------------------------------------------
+DEADLINE = 60  # seconds. No test waits longer for a process.
+STARTED = []  # the processes of the test that runs now
 
-    Two ranks are started by hand, with a disk each, and write what they say to said.0
-    and said.1.
+
+class Process:
+    """A process that a test has started: a command, or a rank that is a fork of this.
+
+    It is in a session of its own. log: the file with all that it and its children say.
     """
 
-    def make_one(folder):
-        train(*TINY, *LONG, "--data", data, "--out", folder)
+    def __init__(self, pid, log, command):
+        self.pid = pid
+        self.log = log
+        self.command = command
+        self.code = None  # the exit code, or -N if signal N ended it
+        STARTED.append(self)
 
-    def make_two(folder):
-        options = *TINY, *LONG, "--data", data, "--out", [folder, folder / "1"]
-        for rank, said in enumerate(run_ranks(2, SCRIPT, *options, env=LOCAL_RANK_7)):
-            (folder / f"said.{rank}").write_text(said)
+    @property
+    def text(self):
+        return self.log.read_text(errors="replace")
 
-    def get(world):
-        make = {1: make_one, 2: make_two}[world]
-        return made_once(tmp_path_factory, f"untouched-{world}", make)
+    @property
+    def value(self):
+        """What the function of a forked rank has returned."""
+        return pickle.loads(self.log.with_suffix(".value").read_bytes())
 
-    return get
+    @property
+    def left(self):
+        """The processes that it has started and that still live (Linux)."""
+        mark = f"STARTED_BY={self.log}\0".encode()
+        pids = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    pids.append(int(folder.name))
+        return pids
 
+    def has_ended(self):
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is not None
 
-LOCAL_RANK_7 = {"LOCAL_RANK": "7"}  # on the CPU it may be any
-# "3x1x2": 3 ranks, batch size 1, 2 micro-batches: 42 steps an epoch.
-SAME = {
-    "1x8": (1, "--batch-size 8"),
-    "2x4": (2, "--batch-size 4"),
-    "4x2": (4, "--batch-size 2"),
-    "1x2x4": (1, "--batch-size 2 --accum 4"),
-    "3x1x2": (3, "--batch-size 1 --accum 2 --dropout 0.1 --save-every 7"),
-}
-LIKE_1X8 = "2x4", "4x2", "1x2x4"
+    def send(self, number):
+        os.kill(self.pid, number)
 
+    def wait_for(self, pattern):
+        """Wait until it says something that matches. Returns the match."""
+        for _ in ticks():
+            ended = self.has_ended()  # asked before its last words are read
+            match = re.search(pattern, self.text)
+            if match:
+                return match
+            if ended:
+                break
+        fail(f"it did not say {pattern!r}: {self.command}")
 
-@pytest.fixture
-def same(tmp_path_factory, data):
-    """The folder of the watched runs of SAME: two epochs of 250 samples."""
+    def end(self, code=0):
+        """Wait until it ends with this exit code. Returns what it said."""
+        for _ in ticks():
+            if self.has_ended():
+                break
+        if self.code != code:  # None: it still runs
+            fail(f"exit code {self.code}, not {code}: {self.command}")
+        return self.text
 
-    def make(base):
-        for name, (world, options) in SAME.items():
-            folder = base / name
-            options = *TINY, *options.split(), "--epochs", 2, "--data", data
-            command = "watch", folder, *options, "--out", folder
-            if world == 1:
-                watch(*command[1:])
-            elif name == "2x4":
-                run(*torchrun(2, DRIVER, *command))
-            else:
-                run_ranks(world, DRIVER, *command)
-
-    return made_once(tmp_path_factory, "same", make)
-
-
-# ---- The same numbers on any number of ranks -----------------------------------------
-@processes
-@pytest.mark.parametrize("name", LIKE_1X8)
-def test_same_losses(same, name):
-    assert len(logged(same / name)) == STEPS
-    assert logged(same / name) == pytest.approx(logged(same / "1x8"), rel=1e-4)
-    norms = logged(same / name, "grad_norm")
-    assert norms == pytest.approx(logged(same / "1x8", "grad_norm"), rel=1e-2)
-    losses = logged(same / name)
-    assert losses[STEPS] < losses[1]
-
-
-@processes
-@pytest.mark.parametrize("name", LIKE_1X8)
-def test_same_learning_rates(same, name):
-    rates = logged(same / name, "lr")
-    assert rates == pytest.approx(logged(same / "1x8", "lr"))
-    assert len(set(rates.values())) > STEPS / 2
-
-
-@processes
-@pytest.mark.parametrize("name", LIKE_1X8)
-@pytest.mark.parametrize("step, limit", [(1, 1e-5), (32, 1e-3)])
-def test_same_gradients(same, name, step, limit):
-    """Step 32, the last of the epoch, has 2 samples for up to 4 ranks."""
-    expected = gradient(seen_by(same / "1x8", 1)[0], step)
-    for rank in seen_by(same / name, SAME[name][0]):
-        difference = gradient(rank, step) - expected
-        assert difference.norm() <= limit * expected.norm()
+    def leaves_none(self):
+        """Wait until no process is left that it has started."""
+        for _ in ticks():
+            if not self.left:
+                return
+        fail(f"these are left: {self.left}: {self.command}")
 
 
-def gradient(seen, step):
-    """What Adam got in this step, after clipping: its momentum is 0.9 old + 0.1 new."""
-    new = seen["momentum"][step - 1]
-    if step == 1:
-        return 10 * new
-    return 10 * (new - 0.9 * seen["momentum"][step - 2])
-
-
-@processes
-@pytest.mark.parametrize("name", LIKE_1X8)
-def test_same_evaluation(same, name):
-    """After each epoch, on 13 samples, which no number of ranks divides."""
-    expected = logged(same / "1x8", "val_loss")
-    assert list(expected) == [STEPS / 2, STEPS]
-    assert logged(same / name, "val_loss") == pytest.approx(expected, rel=1e-4)
-
-
-@processes
-@pytest.mark.parametrize("name", ["2x4", "4x2", "3x1x2"])
-def test_weights_are_equal_on_all_ranks(same, name):
-    seen = seen_by(same / name, SAME[name][0])
-    assert len(set(seen[0]["weights"])) > STEPS
-    for rank in seen:
-        assert rank["weights"] == seen[0]["weights"]
-
-
-@processes
-def test_each_sample_once_per_epoch(same):
-    """250 samples on 3 ranks: the last round of an epoch has two fillers."""
-    read = []
-    by_rank = [rank["read"] for rank in seen_by(same / "3x1x2", 3)]
-    for turn in zip(*by_rank, strict=True):
-        read += turn
-    first = read[:250]
-    second = read[252:502]
-    assert len(read) == 2 * 252
-    assert sorted(first) == sorted(second) == list(range(250))
-    assert first != second
-
-
-@processes
-@pytest.mark.parametrize("name", ["2x4", "3x1x2"])
-def test_one_all_reduce_per_optimizer_step(same, name):
-    """DDP averages each bucket of gradients once. 3x1x2 has two micro-batches."""
-    for rank in seen_by(same / name, SAME[name][0]):
-        for buckets in rank["reduced"]:
-            assert buckets
-            assert len(buckets) == len(set(buckets))
-
-
-@processes
-def test_random_numbers_differ_by_rank_and_step(same):
-    """Those of dropout. The tests of stops show that a resume does not change them."""
-    numbers = []
-    for rank in seen_by(same / "3x1x2", 3):
-        numbers += rank["random"]
-    assert len(numbers) == len(set(numbers)) == 3 * 84
-
-
-class NormedModel(nn.Sequential):
-    """Batch norm over the 32 positions."""
-
-    def __init__(self, args):
-        super().__init__(nn.Embedding(256, 256), nn.BatchNorm1d(32))
-
-    def forward(self, x):
-        return super().forward(x.long())
-
-
-@processes
-def test_batch_norm_is_evaluated_as_it_is_saved(tiny, out):
-    """Each rank has running means of its own. Those of rank 0 count."""
-    run_ranks(2, DRIVER, "batch-norm", *tiny, "--max-steps", 20)
-    args = ddp_train.parse_args([str(word) for word in tiny])
-    model = NormedModel(args)
-    model.load_state_dict(load(out)["model"])
-    held_out = ddp_train.load_data(args)[1]
-    with torch.no_grad():
-        loss = ddp_train.compute_loss(model.eval(), held_out[:])
-    assert logged(out, "val_loss") == {20: pytest.approx(loss.item(), rel=1e-6)}
-
-
-# ---- Every way to start, to stop and to go on ----------------------------------------
-def stopped_at(said, number, out):
-    """The step at which the run says, once, that it has stopped. It must be saved."""
-    found = re.findall(rf"stopped by signal {number}, saved at step (\d+)", said)
-    assert len(found) == 1, said
-    assert "done" not in said
-    assert load(out)["step"] == int(found[0])
-    return int(found[0])
-
-
-@processes
-def test_only_rank_0_speaks_and_saves(untouched):
-    """Two ranks, started by hand, with a folder of their own each."""
-    folder = untouched(2)
-    said = (folder / "said.0").read_text()
-    assert said.startswith("ranks: 2, nodes: 1, cpu, fp32\n")
-    assert f"done: step {STEPS}" in said
-    assert (folder / "said.1").read_text() == ""
-    assert list((folder / "1").iterdir()) == []
-
-
-@processes
-def test_stop_under_torchrun_by_tcp_and_resume_by_file(tiny, out, untouched):
-    """Ctrl-C at torchrun, in an evaluation. Then the same bits."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    options = *tiny, *LONG, "--init-method", address
-    said = run(*torchrun(2, DRIVER, "evaluate-parent-INT", 1, 1, *options), code=None)
-    assert stopped_at(said, 2, out) in (12, 13)  # the evaluation is after step 11
-    run_ranks(2, SCRIPT, *tiny, *LONG, "--init-method", f"file://{out}/meet")
-    assert_same_run(out, untouched(2))
-
-
-@processes
-def test_stop_of_two_nodes_and_resume_by_tcp(tiny, out, untouched):
-    """Two torchruns, one is the old launcher. In its first step rank 0 gets SIGUSR1."""
-    home = "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"
-    home = *home, f"--master-port={free_port()}"
-    new = PYTHON, "-m", "torch.distributed.run", "--node-rank=0", *home
-    old = PYTHON, "-m", "torch.distributed.launch", "--node-rank=1", *home
-    agents = [
-        start(*new, DRIVER, "USR1", 0, 1, *tiny, *LONG),
-        start(*old, SCRIPT, *tiny, *LONG),
-    ]
-    said = "".join(finish_all(agents))
-    assert stopped_at(said, int(signal.SIGUSR1), out) == 2
-    by_hand = *tiny, *LONG, "--init-method", f"tcp://127.0.0.1:{free_port()}"
-    run_ranks(2, SCRIPT, *by_hand, env={"MASTER_ADDR": "", "MASTER_PORT": ""})
-    assert_same_run(out, untouched(2))
-
-
-@processes
-def test_stop_of_spawned_ranks(tiny, out):
-    """Loading processes get the signal, too, and go on until their rank has saved."""
-    options = *tiny, "--workers", 1, "--epochs", 99, "--spawn", 2
-    launcher = start(PYTHON, SCRIPT, *options)
-    wait_for(launcher, "step 9 ")
-    os.kill(launcher.pid, signal.SIGTERM)
-    said = finish(launcher, code=None)
-    assert stopped_at(said, 15, out) >= 9
-    assert "DataLoader" not in said
-    assert "error: rank" not in said
-
-
-@processes
-def test_stop_of_three_ranks(same, tiny, out):
-    """By Ctrl-C at rank 2. DDP may add in another order after the resume: 1e-6."""
-    options = *tiny, "--epochs", 2, *SAME["3x1x2"][1].split()
-    said = run_ranks(3, DRIVER, "INT", 2, 20, *options, code=128 + 2)
-    assert stopped_at(said[0], 2, out) == 21
-    assert run_ranks(3, SCRIPT, *options)[1:] == ["", ""]
-    assert logged(out) == pytest.approx(logged(same / "3x1x2"), rel=1e-6)
-    expected = load(same / "3x1x2")["model"]
-    for name, weight in load(out)["model"].items():
-        # The bias of the keys has no influence: its gradient is nothing but rounding.
-        if not name.endswith("query_key_value.bias"):
-            difference = weight - expected[name]
-            assert difference.norm() <= 1e-6 * expected[name].norm()
-
-
-@processes
-def test_second_ctrl_c_ends_at_once(tiny, out):
-    """But not within a second: then it may be the first, passed on by torchrun."""
-    said = run(PYTHON, DRIVER, "ctrl-c", 0, 5, *tiny, "--save-every", 3, code=130)
-    assert said.endswith("two within a second\n")
-    assert load(out)["step"] == 3
-
-
-def into_nothing(*command):
-    """The command of a shell, whose output goes to a process that has ended."""
-    return "bash", "-c", 'set -o pipefail; "$@" 2>&1 | true', "bash", PYTHON, *command
-
-
-@processes
-def test_stop_when_the_reader_of_the_output_has_gone(tiny, out, untouched):
-    """Ctrl-C at `... | tee log` ends tee, too. The run still saves."""
-    run(*into_nothing(DRIVER, "TERM", 0, 20, *tiny, *LONG), code=128 + 15)
-    assert load(out)["step"] == 20
-    train(*tiny, *LONG)
-    assert_same_run(out, untouched(1))
-
-
-@processes
-@pytest.mark.skipif(not LINUX, reason="only Linux kills them with their parent")
-def test_kill_9_leaves_a_whole_log_and_no_process(tiny):
-    """The rank has a loading process, which is busy. Its output goes to a file."""
-    said = run(PYTHON, DRIVER, "busy-KILL", 0, 9, *tiny, "--workers", 1, code=-9)
-    assert "step 8  loss" in said
-    wait_until_none_is_left()
-
-
-def wait_until_none_is_left():
-    end = time.monotonic() + 30
-    while any(is_alive(pid) for pid in descendants(os.getpid())):
-        if time.monotonic() > end:
-            left = [pid for pid in descendants(os.getpid()) if is_alive(pid)]
-            fail(f"these processes are left after 30 s: {left}", STARTED[0])
+def ticks():
+    """Pauses of 20 ms, until the deadline."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        yield
         time.sleep(0.02)
 
 
-def is_alive(pid):
-    with contextlib.suppress(OSError):
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    return False
+def fail(reason):
+    """Fail the test: with the commands to paste, and what each process has said."""
+    for process in STARTED:
+        process.has_ended()
+        reason += f"\n\n---- {process.command}\n---- exit code {process.code}\n"
+        reason += process.text[-6000:]
+    pytest.fail(reason)
+
+
+def end_all(processes, code=0):
+    return [process.end(code) for process in processes]
+
+
+def launch(*command, env=None, cwd=None):
+    """Start a command, such as torchrun."""
+    words = [str(word) for word in command]
+    log = new_log()
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, "STARTED_BY": str(log), **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            # If this process cannot end it, the kernel does. An alarm outlives exec().
+            preexec_fn=lambda: signal.alarm(3 * DEADLINE),
+        )
+    process.returncode = 0  # Process waits for its end, not Popen
+    settings = [f"{name}={value}" for name, value in (env or {}).items()]
+    return Process(process.pid, log, shlex.join(settings + words))
+
+
+def torchrun(size, *command):
+    """The words of a command that starts a script in so many processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc_per_node={size}", *command]
+
+
+def fork_ranks(size, function, env=None, what=None):
+    """Start ranks that call function(), as forks of this process.
+
+    So torch is not imported again, and `function` can break what it likes before it
+    calls the program. size 1: it is not launched at all. env: for each rank a dict.
+    """
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        variables = {}
+        if size > 1:
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables |= env[rank] if env else {}
+        log = new_log()
+        pid = os.fork()
+        if pid == 0:
+            be_a_rank(function, variables, log)
+        what = what or f"fork of {function}"
+        ranks.append(Process(pid, log, f"{what}  # rank {rank} of {size}"))
+    return ranks
+
+
+def be_a_rank(function, variables, log):
+    """What a forked process does. It does not return."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(3 * DEADLINE)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", closefd=False)
+        variables["STARTED_BY"] = log
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        value = function()
+        log.with_suffix(".value").write_bytes(pickle.dumps(value))
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def in_ranks(size, function):
+    """Call function() in so many ranks. Returns what each rank has returned."""
+    ranks = fork_ranks(size, function, what=f"fork:\n{inspect.getsource(function)}")
+    end_all(ranks)
+    return [rank.value for rank in ranks]
+
+
+def main(*words):
+    """What a rank runs: ddp_train.py with these options."""
+    ddp_train.main([str(word) for word in words])
+
+
+def start_training(size, *options, patch=None, env=None):
+    """Start ranks of `ddp_train.py options`. patch(): called in each rank before."""
+    words = [str(word) for word in options]
+
+    def rank():
+        if patch is not None:
+            patch()
+        main(*words)
+
+    what = shlex.join(torchrun(size, "ddp_train.py", *words))
+    if patch is not None:
+        what += f"  # with a patch: {inspect.getsource(patch)}"
+    return fork_ranks(size, rank, env, what)
+
+
+def train(size, *options, code=0, patch=None):
+    """Run ddp_train.py to its end in so many ranks. Returns what each of them said."""
+    return end_all(start_training(size, *options, patch=patch), code)
+
+
+def new_log():
+    handle, path = tempfile.mkstemp(suffix=".log")
+    os.close(handle)
+    return Path(path)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory):
+    """What all processes of the tests inherit."""
+    # SIGTERM ends pytest as Ctrl-C does: the fixtures end what they have started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
+    for name in list(os.environ):
+        if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")):
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = str(HERE)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    torch.set_num_threads(1)  # also because forks must not meet threads
+
+
+def alarm(number, frame):
+    pytest.fail(f"it hangs: {traceback.format_stack(frame)[-1]}")
+
+
+@pytest.fixture(autouse=True)
+def end_what_is_left(request):
+    """After each test: end what it has started, and what that has started."""
+    STARTED.clear()
+    signal.signal(signal.SIGALRM, alarm)
+    signal.alarm(0 if "long" in request.keywords else 2 * DEADLINE)
+    yield
+    signal.alarm(0)
+    for process in STARTED:
+        # Ranks of torchrun have sessions of their own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in process.left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.has_ended()
+
+
+# ---- Read what a run has left --------------------------------------------------------
+def load(out):
+    """checkpoint.pt of a run."""
+    return torch.load(Path(out) / "checkpoint.pt", weights_only=True)
+
+
+def metrics(out, name):
+    """{step: value} of metrics.jsonl. Of a step that was repeated, the last value."""
+    lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def assert_same_bits(a, b):
+    """Compare the checkpoints of two runs: all but the time and the settings."""
+    a, b = flatten(load(a)), flatten(load(b))
+    for name in a:
+        if not name.startswith(("/time", "/settings")):
+            assert a[name] == b.get(name), f"{name} differs"
+
+
+def assert_same_run(a, b):
+    """The same bits, losses and evaluations. b may have more of these: at its start."""
+    assert_same_bits(a, b)
+    assert metrics(a, "loss") == metrics(b, "loss")
+    assert metrics(a, "val_loss").items() <= metrics(b, "val_loss").items()
+
+
+def flatten(value, name=""):
+    """{path of names: value} of nested dicts and lists. Tensors become their bytes."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.numpy().tobytes()}
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        entries = {}
+        for key, entry in value.items():
+            entries |= flatten(entry, f"{name}/{key}")
+        return entries
+    return {name: value}
+
+
+# ---- Break the program in an exact place ---------------------------------------------
+def rank_of_this():
+    return int(os.environ.get("RANK", 0))
+
+
+def at_call(where, name, number, action, rank=0, after=False):
+    """action(), before the call of where.name() with this number, or after it."""
+    function = getattr(where, name)
+    calls = itertools.count(1)
+
+    def changed(*args, **options):
+        is_now = next(calls) == number and rank == rank_of_this()
+        if is_now and not after:
+            action()
+        result = function(*args, **options)
+        if is_now and after:
+            action()
+        return result
+
+    if rank == rank_of_this():
+        setattr(where, name, changed)
+
+
+def before_step(number, action, rank=0):
+    at_call(ddp_train, "train_step", number, action, rank)
+
+
+def send_this(number):
+    """A function that sends a signal to the process that calls it."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def boom():
+    print("printed before")
+    raise RuntimeError("boom")
+
+
+def noise():
+    """Training samples with some bytes lost, at random, as they are loaded."""
+    read = ddp_train.ByteWindows.__getitem__
+
+    def noisy(self, i):
+        x, y = read(self, i)
+        if torch.is_grad_enabled():
+            x = x.where(torch.rand(len(x)) < 0.9, 0)
+        return x, y
+
+    ddp_train.ByteWindows.__getitem__ = noisy
+
+
+# ---- The same numbers for any number of ranks ----------------------------------------
+# Global batches of 8 in two epochs of 7 steps. 4 samples are left over in each.
+EXACT = "--epochs 2 --grad_clip 1.2 --eval_every 5 --lr 0.001".split()
+LAYOUTS = {
+    "1 x 8": (1, "--batch_size 8"),
+    "2 x 4": (2, "--batch_size 4"),
+    "4 x 2": (4, "--batch_size 2"),
+    "1 x 2 x accum 4": (1, "--batch_size 2 --accum 4"),
+    "2 x 2 x accum 2": (2, "--batch_size 2 --accum 2"),
+}
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def observe(*words):
+    """Train. Returns what this rank has seen: samples, gradients, seeds, weights."""
+    seen = types.SimpleNamespace(samples=[], gradients=[], seeds=[])
+    read = ddp_train.ByteWindows.__getitem__
+    take_step = torch.optim.AdamW.step
+    seed = torch.manual_seed
+
+    def note_sample(self, i):
+        if torch.is_grad_enabled():
+            seen.samples.append(i)
+        return read(self, i)
+
+    def note_gradient(optimizer, closure=None):
+        [group] = optimizer.param_groups
+        seen.gradients.append(flat(param.grad for param in group["params"]))
+        seen.weights = flat(group["params"])
+        return take_step(optimizer)
+
+    def note_seed(number):
+        seen.seeds.append(number)
+        return seed(number)
+
+    ddp_train.ByteWindows.__getitem__ = note_sample
+    torch.optim.AdamW.step = note_gradient
+    torch.manual_seed = note_seed
+    main(*words)
+    return seen
+
+
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory):
+    """{name: (folder, what each rank has seen)}"""
+    folder = tmp_path_factory.mktemp("layouts")
+    (folder / "data").write_bytes(DATA)
+    runs = {}
+    for name, (size, words) in LAYOUTS.items():
+        options = [*TINY, *EXACT, *words.split(), "--data", folder / "data"]
+        options += ["--out", folder / name]
+        runs[name] = folder / name, in_ranks(size, lambda: observe(*options))  # noqa: B023
+    return runs
+
+
+def plain_loop(data):
+    """The training of 1 x 8 as one writes it without this program."""
+    args = parse(*TINY, *EXACT, "--batch_size", 8, "--data", data)
+    torch.manual_seed(0)
+    model = ddp_train.build_model(args)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_set, _, _ = ddp_train.load_data(args)
+    gradients = []
+    losses = []
+    for step in range(14):
+        epoch, place = divmod(step, 7)
+        indices = order_of(60, epoch=epoch)[8 * place : 8 * place + 8]
+        x = torch.stack([train_set[i][0] for i in indices])
+        y = torch.stack([train_set[i][1] for i in indices])
+        middle = epoch + (8 * place + 4) / 60
+        optimizer.param_groups[0]["lr"] = ddp_train.learning_rate(args, middle)
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten().long())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.2)
+        gradients.append(flat(param.grad for param in model.parameters()))
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, losses, model.state_dict()
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    data = tmp_path_factory.mktemp("plain") / "data"
+    data.write_bytes(DATA)
+    [result] = in_ranks(1, lambda: plain_loop(data))
+    return result
 
 
 @processes
-@pytest.mark.parametrize("fault, code", [("busy-TERM", 128 + 15), ("busy-raise", 1)])
-def test_busy_loading_process_is_ended_too(tiny, fault, code):
-    run(PYTHON, DRIVER, fault, 0, 9, *tiny, "--workers", 1, code=code)
-    wait_until_none_is_left()
-
-
-# ---- Ranks that fail -----------------------------------------------------------------
-@processes
-def test_rank_that_raises(tiny):
-    """Its traceback; the other rank ends, too, long before --timeout, with one line."""
-    said = run_ranks(2, DRIVER, "raise", 1, 5, *tiny, code=1)
-    assert "error: rank 1: Traceback" in said[1]
-    assert said[1].count("RuntimeError: boom") == 1
-    assert said[1].count("printed into a buffer") == 1
-    assert errors_of(said[0]) == [PEER_ENDED]
-
-
-PEER_ENDED = "error: rank 0: another rank has ended; its own message says why"
-
-
-def errors_of(said):
-    """What a rank has said besides its log."""
-    log = "ranks: ", "from step ", "step ", "going on "
-    return [line for line in said.splitlines() if not line.startswith(log)]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_gradients_and_weights_are_those_of_a_plain_loop(layouts, plain, name):
+    """The gradient is what the optimizer gets: averaged, then clipped."""
+    folder, ranks = layouts[name]
+    gradients, losses, weights = plain
+    assert list(metrics(folder, "loss").values()) == pytest.approx(losses, rel=1e-6)
+    assert len(metrics(folder, "loss")) == 14
+    for rank in ranks:
+        for found, expected in zip(rank.gradients, gradients, strict=True):
+            assert (found - expected).norm() < 1e-5 * expected.norm()
+    for key, weight in load(folder)["model"].items():
+        # The bias of the keys has no influence: its gradient is nothing but rounding.
+        if not key.endswith("query_key_value.bias"):
+            assert (weight - weights[key]).abs().max() < 1e-6
 
 
 @processes
-def test_rank_that_is_killed(tiny):
-    ranks = start_ranks(2, DRIVER, "KILL", 1, 5, *tiny)
-    finish(ranks[1], code=-9)
-    assert errors_of(finish(ranks[0], code=1)) == [PEER_ENDED]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluations_rates_and_norms_are_the_same(layouts, name):
+    folder, _ = layouts[name]
+    expected, _ = layouts["1 x 8"]
+    assert set(metrics(folder, "val_loss")) == {5, 7, 10, 14}
+    for number in ("val_loss", "bits_per_byte", "lr", "grad_norm"):
+        found = metrics(folder, number)
+        assert found == pytest.approx(metrics(expected, number), rel=1e-5)
+    norms = metrics(folder, "grad_norm").values()
+    assert min(norms) < 1.2 < max(norms)  # some steps are clipped, and some are not
 
 
 @processes
-@pytest.mark.skipif(not LINUX, reason="ranks die with torchrun on Linux only")
-def test_ranks_die_with_torchrun(tiny):
-    """Nobody could stop or restart them any more, and they would hold the folder."""
-    said = run(*torchrun(2, DRIVER, "parent-KILL", 1, 20, *tiny), code=-9)
-    wait_until_none_is_left()
-    assert "step 19 " in said
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_are_the_same_bits_on_all_ranks(layouts, name):
+    _, ranks = layouts[name]
+    for rank in ranks:
+        assert torch.equal(rank.weights, ranks[0].weights)
+
+
+@processes
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_step_has_its_own_eight_samples(layouts, name):
+    """The same for all layouts: in an epoch none comes twice, and 4 are left over."""
+    _, ranks = layouts[name]
+    share = 8 // len(ranks)
+    for step in range(14):
+        epoch, place = divmod(step, 7)
+        read = []
+        for rank in ranks:
+            assert len(rank.samples) == 14 * share
+            read += rank.samples[step * share :][:share]
+        expected = order_of(60, epoch=epoch)[8 * place : 8 * place + 8]
+        assert sorted(read) == sorted(expected)
+
+
+@processes
+def test_random_numbers_differ_by_rank_and_step(layouts):
+    """Not those of the start. torch.manual_seed() seeds the generators of GPUs, too."""
+    _, ranks = layouts["4 x 2"]
+    seeds = []
+    for rank in ranks:
+        assert len(rank.seeds) >= 15
+        seeds += rank.seeds[-14:]
+        assert rank.seeds[0] == 0
+    assert len(set(seeds)) == 4 * 14
+
+
+class CountingDDP(ddp_train.DistributedDataParallel):
+    """It counts how often the gradients are averaged."""
+
+    averages = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_comm_hook(None, self.count)
+
+    @staticmethod
+    def count(group, bucket):
+        CountingDDP.averages += 1
+        return allreduce_hook(group, bucket)
+
+
+@processes
+@pytest.mark.parametrize("accum", [1, 3])
+def test_gradients_are_averaged_once_per_optimizer_step(tiny, accum):
+    def count():
+        ddp_train.DistributedDataParallel = CountingDDP
+        options = [*tiny, "--batch_size", 2, "--accum", accum, "--max_steps", 4]
+        main(*options)
+        return CountingDDP.averages
+
+    assert in_ranks(2, count) == [4, 4]
+
+
+@processes
+def test_each_sample_at_most_once_though_a_run_is_resumed_on_fewer_ranks(tiny):
+    """On 4, 2 and 1 ranks, each in the middle of the epoch."""
+    read = []
+    for size, batch_size, last_step in ((4, 2, 3), (2, 3, 5), (1, 7, 99)):
+        more = "--epochs", 1, "--batch_size", batch_size, "--max_steps", last_step
+        options = [*tiny, *more]
+        for rank in in_ranks(size, lambda: observe(*options)):  # noqa: B023
+            read += rank.samples
+    assert len(read) == len(set(read)) == 24 + 12 + 21
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_evaluation_is_the_same_on_any_number_of_ranks(size):
+    """Also if there is one batch, and two ranks have none."""
+
+    def evaluate():
+        with ddp_train.distributed("cpu") as world:
+            for n in (1, 9):
+                loader = ddp_train.eval_loader([2**24, *range(1, n)], 2, world)
+                yield ddp_train.evaluate(nn.Identity(), sum_and_count, loader, world)
+
+    for one, nine in in_ranks(size, lambda: list(evaluate())):
+        assert one == {"mean": 2**24}
+        assert nine == {"mean": (2**24 + 36) / 9}
+
+
+def batch_norm():
+    """The model has batch normalization. A copy of what an evaluation evaluates."""
+    build_model = ddp_train.build_model
+    evaluate = ddp_train.evaluate
+
+    def with_norm(args):
+        model = build_model(args)
+        model.norm = nn.Sequential(Swap(), nn.BatchNorm1d(args.dim), Swap())
+        return model
+
+    def keep_file(model, score, loader, world, autocast):
+        out = Path(sys.argv[-1])
+        if world.rank == 0:
+            content = load(out)
+            shutil.copy(out / "checkpoint.pt", out / f"{content['step']}.pt")
+        return evaluate(model, score, loader, world, autocast)
+
+    ddp_train.build_model = with_norm
+    ddp_train.evaluate = keep_file
+
+
+class Swap(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+@processes
+def test_batch_norm_is_evaluated_as_it_is_saved(tiny, out, data, monkeypatch):
+    """In mid-run, at the end and after a resume. Each rank has means of its own."""
+    monkeypatch.setattr(sys, "argv", ["", str(out)])
+    options = [*tiny, "--batch_size", 1, "--eval_every", 3]
+    train(2, *options, "--max_steps", 7, patch=batch_norm)
+    train(2, *options, "--max_steps", 12, patch=batch_norm)
+    args = parse(*TINY, "--data", data)
+    _, val_set, _ = ddp_train.load_data(args)
+    batch = torch.utils.data.default_collate([val_set[i] for i in range(3)])
+    model = ddp_train.build_model(args)
+    model.norm = nn.Sequential(Swap(), nn.BatchNorm1d(args.dim), Swap())
+    losses = metrics(out, "val_loss")
+    assert set(losses) == {3, 6, 7, 9, 12}
+    for step, loss in losses.items():
+        state = torch.load(out / f"{step}.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        with torch.no_grad():
+            expected = ddp_train.compute_loss(model.eval(), batch).item()
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+# ---- A run ---------------------------------------------------------------------------
+@processes
+def test_run_learns_saves_and_is_finished(tiny, out):
+    """The same command again trains nothing, and says which options are others."""
+    (said,) = train(1, *tiny, "--epochs", 1, "--lr", 0.01)
+    assert "ranks: 1, cpu, fp32\n" in said
+    assert "an epoch: 60 samples, 4 a step, 0 left over\nfrom step 0 to 15\n" in said
+    assert said.endswith(f"done: step 15, saved in {out}/checkpoint.pt\n")
+    losses = metrics(out, "loss")
+    assert list(losses) == list(range(1, 16))
+    assert losses[15] < losses[1] - 0.3
+    before = (out / "checkpoint.pt").read_bytes()
+    (said,) = train(1, *tiny, "--epochs", 1, "--lr", 0.02)
+    assert "--lr is 0.02, in the checkpoint it was 0.01\n" in said
+    assert "from step 15 to 15\n" in said
+    assert "done: step 15" in said
+    assert (out / "checkpoint.pt").read_bytes() == before
+    assert metrics(out, "loss") == losses
+
+
+@processes
+def test_run_can_be_extended(tiny, out):
+    """Fewer steps or epochs than are done end it."""
+    options = [*tiny, "--log_every", 50]
+    wanted = [("--max_steps", 4, 4), ("--max_steps", 3, 4), ("--max_steps", 6, 6)]
+    wanted += [("--epochs", 1, 15), ("--epochs", 2, 30), ("--epochs", 1, 30)]
+    for option, number, step in wanted:
+        train(1, *options, option, number)
+        assert load(out)["step"] == step
+
+
+@processes
+def test_weights_have_plain_names_and_load_in_a_plain_program(layouts):
+    model = ddp_train.build_model(parse(*TINY))
+    model.load_state_dict(load(layouts["2 x 4"][0])["model"])
+
+
+@processes
+def test_only_rank_0_speaks_and_writes(tiny, out):
+
+    def run():
+        folder = [out, out / "1"][rank_of_this()]
+        options = [*tiny, "--out", folder, "--max_steps", 2]
+        main(*options)
+
+    ranks = fork_ranks(2, run)
+    said = end_all(ranks)
+    assert "ranks: 2, cpu, fp32\nan epoch: 60 samples, 8 a step, 4 left" in said[0]
+    assert said[1] == ""
+    assert list((out / "1").iterdir()) == []
+
+
+@processes
+def test_loss_is_the_mean_over_all_steps_since_the_last_line(tiny, tmp_path):
+    """A save comes with a line, an evaluation with a save."""
+    rare = "--log_every 6 --save_every 4 --eval_every 9".split()
+    train(2, *tiny, "--epochs", 1, "--out", tmp_path / "a", "--log_every", 1)
+    train(2, *tiny, "--epochs", 1, "--out", tmp_path / "b", *rare, "--max_steps", 7)
+    train(2, *tiny, "--epochs", 2, "--out", tmp_path / "b", *rare)
+    losses = metrics(tmp_path / "a", "loss")
+    found = metrics(tmp_path / "b", "loss")
+    assert set(found) == {4, 6, 7, 8, 9, 12, 14}
+    assert found[4] == pytest.approx(sum(losses[step] for step in (1, 2, 3, 4)) / 4)
+    assert found[6] == pytest.approx((losses[5] + losses[6]) / 2)
+    assert found[7] == pytest.approx(losses[7])
+
+
+@processes
+def test_speed_counts_the_samples_of_all_ranks_and_no_evaluation(tiny, out):
+    def clock():
+        """Each look at the clock takes a second, and an evaluation a thousand."""
+        ticks = itertools.count()
+
+        def evaluate(*args):
+            for _ in range(1000):
+                next(ticks)
+            return {}
+
+        ddp_train.evaluate = evaluate
+        ddp_train.time = types.SimpleNamespace(
+            perf_counter=lambda: next(ticks), time=time.time
+        )
+
+    options = [*tiny, "--log_every", 2, "--eval_every", 4, "--accum", 3]
+    train(2, *options, "--max_steps", 6, "--epochs", 9, patch=clock)
+    assert metrics(out, "samples_per_s") == {2: 48, 4: 48, 6: 48}
+    assert metrics(out, "seconds_left") == {2: 2, 4: 1, 6: 0}
+
+
+@processes
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights(tiny, out):
+    def check():
+        """backward() must be outside of autocast."""
+        seen = set()
+        forward = nn.Linear.forward
+
+        def linear(self, x):
+            y = forward(self, x)
+            seen.add(y.dtype)
+            return y
+
+        nn.Linear.forward = linear
+        main(*options)
+        return seen
+
+    options = [*tiny, "--precision", "bf16", "--max_steps", 3]
+    assert in_ranks(2, check) == [{torch.bfloat16}] * 2
+    for weight in load(out)["model"].values():
+        assert weight.dtype == torch.float32
+
+
+@processes
+def test_compile_has_the_same_numbers_and_names(tiny, tmp_path):
+    """The graphs run as they are. tests/test_long.py has the real compiler."""
+
+    def compile_quickly():
+        original = torch.compile
+        torch.compile = lambda model: original(model, backend="eager")
+
+    options = [*tiny, "--accum", 2, "--max_steps", 2]
+    train(2, *options, "--out", tmp_path / "a")
+    train(2, *options, "--out", tmp_path / "b", "--compile", patch=compile_quickly)
+    a, b = load(tmp_path / "a")["model"], load(tmp_path / "b")["model"]
+    assert list(a) == list(b)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# ---- Stop and resume -----------------------------------------------------------------
+HARD = "--epochs 2 --dropout 0.1 --save_every 3 --eval_every 5".split()
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory):
+    """{ranks: the folder of a run that nobody stopped}"""
+    folder = tmp_path_factory.mktemp("untouched")
+    (folder / "data").write_bytes(DATA)
+    folders = {}
+    for size in (1, 2):
+        folders[size] = folder / str(size)
+        options = [*TINY, *HARD, "--data", folder / "data", "--out", folders[size]]
+        train(size, *options, patch=noise)
+    return folders
+
+
+@processes
+@pytest.mark.parametrize(
+    "size, rank, step, number",
+    [
+        (1, 0, 4, "SIGTERM"),
+        (2, 1, 5, "SIGINT"),
+        (2, 0, 8, "SIGUSR1"),
+        (2, 1, 7, "SIGHUP"),
+    ],
+)
+def test_stopped_and_resumed_the_bits_are_the_same(
+    tiny, out, untouched, size, rank, step, number
+):
+    """With dropout and noise. One rank stops all. 5 is a step of an evaluation."""
+    number = signal.Signals[number]
+
+    def stop():
+        noise()
+        before_step(step, send_this(number), rank)
+
+    said = train(size, *tiny, *HARD, patch=stop, code=128 + number)[0]
+    assert f"stopped by signal {number:d}, saved at step {step}\n" in said
     assert "done" not in said
+    assert load(out)["step"] == step
+    said = train(size, *tiny, *HARD, patch=noise)[0]
+    assert f"from step {step} to " in said
+    assert_same_run(untouched[size], out)
+
+
+KILLED = {
+    "in a step": (ddp_train, "train_step", 5, 3),
+    "in a save": (os, "fsync", 2, 3),
+    "before the file has its name": (os, "replace", 2, 3),
+    "in an evaluation": (ddp_train, "evaluate", 1, 5),
+}
 
 
 @processes
-def test_rank_that_hangs(tiny):
-    """The other waits for --timeout, says so, and ends. torchrun then ends the one."""
-    command = DRIVER, "hang", 1, 5, *tiny, "--timeout", 3
-    said = run(*torchrun(2, *command), code=1)
-    assert "step 4 " in said
-    assert "error: rank 0: " in said
-    assert re.search("[Tt]imed out waiting 3000ms", said)
-    assert "error: rank 1: " not in said
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("place", KILLED)
+def test_killed_and_resumed_the_bits_are_the_same(tiny, out, untouched, size, place):
+    where, name, call, step = KILLED[place]
+    victim = 0 if where is os else size - 1
+
+    def kill():
+        noise()
+        at_call(where, name, call, send_this(signal.SIGKILL), victim)
+
+    ranks = start_training(size, *tiny, *HARD, patch=kill)
+    for rank in ranks:
+        rank.end(-9 if rank is ranks[victim] else 1)
+    said = train(size, *tiny, *HARD, patch=noise)[0]
+    assert f"from step {step} to " in said
+    assert_same_run(untouched[size], out)
 
 
 @processes
-def test_torchrun_restarts_ranks(tiny, out, untouched):
-    """One is killed. The new ones go on, with the same bits; some steps come twice."""
-    faulty = DRIVER, "KILL", 1, 40, *tiny, *LONG
-    said = run(*torchrun(2, "--max-restarts=1", *faulty))
-    assert "going on from step 35" in said
-    assert_same_run(out, untouched(2))
-    values = {}
-    for record in metrics(out):
-        if "loss" in record:
-            values.setdefault(record["step"], []).append(record["loss"])
-    assert len(values[39]) == 2
-    assert values[39][0] == values[39][1]
+def test_checkpoint_is_whole_at_any_moment(saved):
+    def save():
+        where, name = moment
+        at_call(where, name, 1, send_this(signal.SIGKILL), after=after)
+        checkpoint_of(saved, 6).save(3)
+
+    old = load(saved)
+    moments = [(torch, "save"), (os, "fsync"), (os, "replace")]
+    for moment, after in itertools.product(moments, (False, True)):
+        [rank] = fork_ranks(1, save)
+        rank.end(-9)
+        if moment == (os, "replace") and after:
+            assert load(saved)["step"] == 3
+        else:
+            assert flatten(load(saved)) == flatten(old)
 
 
 @processes
-def test_sys_exit_0_on_all_ranks_is_no_failure(tiny):
-    for said in run_ranks(2, DRIVER, "exit", "all", 5, *tiny, code=0):
-        assert errors_of(said) == []
+def test_lost_evaluation_is_made_though_no_step_is_left(tiny, out):
+    """Stopped one step before the end, then resumed with twice the batch."""
+
+    options = [*tiny, "--epochs", 1]
+    train(
+        1, *options, patch=lambda: before_step(14, send_this(signal.SIGTERM)), code=143
+    )
+    assert metrics(out, "val_loss") == {}
+    (said,) = train(1, *options, "--batch_size", 8)
+    assert "from step 14 to 14" in said
+    assert set(metrics(out, "val_loss")) == {14}
 
 
 @processes
-def test_loss_that_is_not_finite_on_one_rank_stops_all(tiny, out):
-    said = run_ranks(2, DRIVER, "nan", 1, 5, *tiny, "--save-every", 3, code=1)
-    for rank in (0, 1):
-        (line,) = errors_of(said[rank])
-        assert line.startswith(f"error: rank {rank}: not finite at step 5, not saved")
-    assert load(out)["step"] == 3
-
-
-@processes
-def test_bad_input_is_one_line_on_each_rank(tiny):
-    said = run_ranks(2, SCRIPT, *tiny, "--data", "/no/such", code=1)
-    for rank in (0, 1):
-        (line,) = said[rank].splitlines()
-        assert line.startswith(f"error: rank {rank}: --data /no/such: ")
-
-
-@processes
-def test_bad_input_on_one_rank_ends_all(tiny, data):
-    said = run_ranks(2, SCRIPT, *tiny, "--data", [data, "/no/such"], code=1)
-    (line,) = said[1].splitlines()
-    assert line.startswith("error: rank 1: --data /no/such: ")
-    assert errors_of(said[0]) == [PEER_ENDED]
-
-
-@processes
-def test_ranks_with_two_versions_of_the_program(tiny, tmp_path):
-    """All name the other rank and its host."""
-    other = tmp_path / "ddp_train.py"
-    other.write_bytes(SCRIPT.read_bytes().replace(b"# ", b"#  ", 1))
-    for said in run_ranks(2, [SCRIPT, other], *tiny, code=1):
-        (line,) = said.splitlines()
-        assert re.search(r"checksum of the program is \d+ on rank 1 \(\S+\), ", line)
-
-
-# ---- Checkpoints across ranks --------------------------------------------------------
-def weights_in(folder):
-    return checksum(load(folder)["model"].values())
+def test_three_ranks_resume_up_to_rounding(tiny, tmp_path):
+    options = [*tiny, "--batch_size", 3, "--epochs", 2]
+    train(3, *options, "--out", tmp_path / "a")
+    train(
+        3,
+        *options,
+        "--out",
+        tmp_path / "b",
+        patch=lambda: before_step(3, send_this(signal.SIGTERM), rank=2),
+        code=143,
+    )
+    train(3, *options, "--out", tmp_path / "b")
+    expected = metrics(tmp_path / "a", "loss")
+    assert metrics(tmp_path / "b", "loss") == pytest.approx(expected, rel=1e-6)
 
 
 @processes
 def test_nodes_take_the_newest_checkpoint_of_any(tiny, tmp_path):
-    """Four disks: nothing, the newest, an older one, and one that would run code."""
-    nothing, newest, older, evil = (tmp_path / name for name in "abcd")
-    train(*tiny, "--out", newest, "--max-steps", 5)
-    train(*tiny, "--out", older, "--max-steps", 3)
-    evil.mkdir()
-    torch.save({"step": 9, "file_id": Bomb(), "facts": {}}, evil / "checkpoint.pt")
-    options = *tiny, "--out", [nothing, newest, older, evil], "--max-steps", 9
-    expected = weights_in(newest)
-    said = run_ranks(4, DRIVER, "watch", tmp_path, *options)
-    assert "going on from step 5" in said[0]
-    assert "warning: " in said[3]
-    assert not Path("exploded").exists()
-    seen = seen_by(tmp_path, 4)
-    for rank in seen:
-        assert rank["weights"][0] == expected
-        assert rank["weights"] == seen[0]["weights"]
-    assert len(seen[0]["weights"]) == 1 + 4
-    assert load(nothing)["step"] == 9
+    """Three disks: nothing, an older but longer run, the newest.
+
+    The evaluation at the start shows what the ranks have: each evaluates one sample.
+    """
+    disks = [tmp_path / name for name in ("nothing", "older", "newest")]
+    train(1, *tiny, "--out", disks[1], "--max_steps", 5)
+    train(1, *tiny, "--out", disks[2], "--max_steps", 3, "--lr", 0.02)
+
+    def run():
+        options = [*tiny, "--out", disks[rank_of_this()], "--batch_size", 1]
+        main(*options, "--max_steps", 3)
+
+    end_all(fork_ranks(3, run))
+    expected = metrics(disks[2], "val_loss")
+    assert metrics(disks[0], "val_loss") == pytest.approx(expected, rel=1e-6)
+
+
+# ---- Refused -------------------------------------------------------------------------
+def no_pause():
+    """A single rank that fails, or that wants a lock, does not wait."""
+    time.sleep = int
+
+
+def refused(size, *options):
+    """What each rank says when it refuses to train: one line."""
+    lines = []
+    for text in train(size, *options, patch=no_pause if size == 1 else None, code=1):
+        (line,) = text.splitlines()
+        lines.append(line)
+    return lines
 
 
 @processes
-def test_nodes_with_two_checkpoints_of_one_step_take_the_same(tiny, tmp_path):
-    disks = [tmp_path / "a", tmp_path / "b"]
-    train(*tiny, "--out", disks[0], "--max-steps", 5)
-    train(*tiny, "--out", disks[1], "--max-steps", 5, "--lr", 0.01)
-    either = [weights_in(disks[0]), weights_in(disks[1])]
-    run_ranks(2, DRIVER, "watch", tmp_path, *tiny, "--out", disks, "--max-steps", 9)
-    seen = seen_by(tmp_path, 2)
-    assert either[0] != either[1]
-    assert seen[0]["weights"][0] in either
-    assert seen[0]["weights"] == seen[1]["weights"]
+@pytest.mark.parametrize("option", ["--seed 5", "--dim 18", "--layers 2", "--data"])
+def test_checkpoint_of_another_model_seed_or_data_is_refused(tiny, tmp_path, option):
+    train(1, *tiny, "--max_steps", 1)
+    words = option.split()
+    if option == "--data":
+        words.append(tmp_path / "other")
+        words[-1].write_bytes(DATA[::-1])
+    (line,) = refused(1, *tiny, *words)
+    assert re.match(
+        r"error: rank 0: \S+ has (\S+|the data) .*: take another --out", line
+    )
 
 
-def driver(mode, *argv):
-    if mode == "watch":
-        watch(*argv)
-    elif mode == "batch-norm":
-        ddp_train.build_model = NormedModel
-        ddp_train.main(argv)
-    else:
-        train_with_fault(mode, *argv)
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_input_is_one_line_on_each_rank(tiny, size):
+    for options, says in (
+        (["--data", "/no/such"], "no data: "),
+        (["--batch_size", 61], f"60 samples are less than one step of {61 * size}"),
+        (["--heads", 3], "--dim 16 is not divisible by --heads 3"),
+    ):
+        for rank, line in enumerate(refused(size, *tiny, *options)):
+            assert line.startswith(f"error: rank {rank}: {says}")
 
 
-if __name__ == "__main__":
-    driver(*sys.argv[1:])
+@processes
+def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
+    [first] = start_training(
+        1, *tiny, patch=lambda: before_step(2, lambda: time.sleep(3 * DEADLINE))
+    )
+    first.wait_for("step 1 ")
+    (line,) = refused(1, *tiny)
+    assert line == f"error: rank 0: the folder {out} is in use by another run"
+    first.send(signal.SIGKILL)
+    first.end(-9)
+    train(1, *tiny, "--max_steps", 1)
+
+
+@processes
+def test_full_disk_ends_the_run_in_one_line(tiny, out):
+    """The checkpoint before stays."""
+
+    def small_files():
+        no_pause()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    train(1, *tiny, "--max_steps", 3)
+    (said,) = train(1, *tiny, "--max_steps", 5, patch=small_files, code=1)
+    assert said.splitlines()[-1].startswith(f"error: rank 0: cannot save {out}/check")
+    assert "Traceback" not in said
+    assert load(out)["step"] == 3
+
+
+DIFFERENT = {
+    "lr": "--lr is 0.5 on rank 1",
+    "accum": "--accum is 2 on rank 1",
+    "the data": "the data is 2048 bytes, CRC-32",
+    "the program": "the program is ",
+    "torch": "torch is 9.9 on rank 1",
+}
+
+
+@processes
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_are_named_on_all(tiny, tmp_path, name):
+    def run():
+        options = [str(option) for option in tiny]
+        if rank_of_this() == 1:
+            other = tmp_path / "other"
+            other.write_bytes(DATA[::-1])
+            if name == "the data":
+                options += ["--data", str(other)]
+            elif name == "the program":
+                ddp_train.__file__ = str(other)
+            elif name == "torch":
+                torch.__version__ = "9.9"
+            else:
+                options += [f"--{name}", {"lr": "0.5", "accum": "2"}[name]]
+        ddp_train.main(options)
+
+    for rank, text in enumerate(end_all(fork_ranks(2, run), code=1)):
+        (line,) = text.splitlines()
+        assert line.startswith(f"error: rank {rank}: {DIFFERENT[name]}")
+        assert "on rank 1 (" in line and "on rank 0 (" in line
+
+
+@processes
+def test_ranks_compare_all_that_must_be_alike(tiny):
+    def run():
+        def compare(facts):
+            sys.exit(" ".join(facts))
+
+        ddp_train.check_alike = compare
+        no_pause()
+        main(*tiny)
+
+    [process] = fork_ranks(1, run)
+    compared = set(process.end(1).split())
+    must = set(vars(parse())) - {"data", "out", "device", "workers", "local_rank"}
+    assert {f"--{name}" for name in must} <= compared
+
+
+@processes
+def test_nan_on_one_rank_between_two_lines_is_not_saved(tiny, out):
+    def nan_in_step_6():
+        loss = ddp_train.compute_loss
+        calls = itertools.count(1)
+
+        def bad_loss(model, batch):
+            is_bad = next(calls) == 6 and rank_of_this() == 1
+            return loss(model, batch) * (math.nan if is_bad else 1)
+
+        ddp_train.compute_loss = bad_loss
+
+    check_not_finite(out, *tiny, patch=nan_in_step_6)
+
+
+@processes
+def test_infinite_gradient_between_two_lines_is_not_saved(tiny, out, data):
+    """That of a byte that does not occur in the text: all losses are finite."""
+
+    def infinite_in_step_6():
+        build_model = ddp_train.build_model
+        calls = itertools.count(1)
+
+        def change(gradient):
+            gradient = gradient.clone()
+            if next(calls) == 6 and rank_of_this() == 1:
+                gradient[255] = math.inf
+            return gradient
+
+        def build(args):
+            model = build_model(args)
+            model.embed.weight.register_hook(change)
+            return model
+
+        ddp_train.build_model = build
+
+    data.write_bytes(bytes(range(128)) * 16)
+    check_not_finite(out, *tiny, patch=infinite_in_step_6)
+
+
+def check_not_finite(out, *options, patch):
+    more = ["--log_every", 50, "--save_every", 4, "--epochs", 9]
+    for rank, text in enumerate(train(2, *options, *more, patch=patch, code=1)):
+        line = text.splitlines()[-1]
+        assert line.startswith(f"error: rank {rank}: not finite by step ")
+        assert "Traceback" not in text
+    assert load(out)["step"] == 4
+
+
+# ---- The ranks end together ----------------------------------------------------------
+@processes
+def test_rank_that_raises_ends_the_other(tiny):
+    """It prints its traceback, and what it has printed before is not lost."""
+
+    said = train(2, *tiny, patch=lambda: before_step(2, boom, rank=1), code=1)
+    assert said[1].startswith("error: rank 1: Traceback")
+    assert "\nRuntimeError: boom\n" in said[1]
+    assert "printed before" in said[1]
+    assert "error: rank 0: Traceback" in said[0]
+
+
+@processes
+def test_sys_exit_with_a_text_is_one_line(tiny):
+    said = train(
+        2,
+        *tiny,
+        patch=lambda: before_step(2, lambda: sys.exit("no more"), rank=1),
+        code=1,
+    )
+    assert said[1] == "error: rank 1: no more\n"
+
+
+@processes
+def test_sys_exit_0_of_all_ranks_is_orderly(tiny):
+    """It must not be the SystemExit that frees DDP: DDP holds the group, whose thread
+    may need the GIL. Then the rank hangs, one time in six.
+    """
+
+    def run():
+        before_step(2, sys.exit, rank=rank_of_this())
+        try:
+            main(*tiny)
+        except SystemExit:
+            types = [type(thing) for thing in gc.get_objects()]
+            assert ddp_train.DistributedDataParallel not in types
+            return "ended"
+
+    assert in_ranks(2, run) == ["ended", "ended"]
+
+
+@processes
+def test_sys_exit_0_of_one_rank_ends_the_other(tiny):
+    ranks = start_training(2, *tiny, patch=lambda: before_step(2, sys.exit, rank=1))
+    ranks[1].end()
+    assert "error: rank 0: " in ranks[0].end(1)
+
+
+@processes
+def test_rank_that_hangs_is_waited_for_until_the_timeout(tiny):
+    ranks = start_training(
+        2,
+        *tiny,
+        "--timeout",
+        3,
+        patch=lambda: before_step(2, lambda: time.sleep(3 * DEADLINE), rank=1),
+    )
+    said = ranks[0].end(1)
+    assert re.search("[Tt]imed out waiting 3000ms", said)
+    assert not ranks[1].has_ended()
+
+
+# ---- Loading processes ---------------------------------------------------------------
+class Draws:
+    """A sample is a random number. Of two loading processes the first one is slower."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        self.count += 1
+        info = torch.utils.data.get_worker_info()
+        if info.num_workers == 2:
+            second_batch = self.folder / "second batch"
+            if info.id == 1 and self.count == 2:
+                second_batch.touch()  # the first one has been handed over
+            for _ in ticks():
+                if info.id == 1 or second_batch.exists():
+                    break
+        return i, torch.rand(1).item(), blocked >= set(StopSignal.NUMBERS)
+
+
+@processes
+def test_loading_processes_keep_order_draw_their_own_and_get_no_signal(tmp_path):
+    numbers = []
+    for rank, workers in ((0, 2), (1, 1)):
+        loader = ddp_train.train_loader(
+            Draws(tmp_path), 1, World(rank, 2, CPU), workers=workers
+        )
+        order = []
+        for i, number, blocked in ddp_train.begin(loader):
+            assert blocked
+            order.append(i.item())
+            numbers.append(number.item())
+        assert order == order_of(12, rank, 2)
+    assert len(set(numbers)) == 12
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(StopSignal.NUMBERS)
+
+
+class Busy(ddp_train.ByteWindows):
+    """A data set whose loading process hangs in its fifth batch."""
+
+    def __getitem__(self, i):
+        self.read = getattr(self, "read", 0) + 1
+        if self.read > 16:
+            time.sleep(3 * DEADLINE)
+        return super().__getitem__(i)
+
+
+@processes
+def test_signal_to_all_processes_when_loading_ones_start_and_one_is_busy(tiny, out):
+    """Those of the evaluation start after step 3. The run saves and leaves none."""
+
+    def patch():
+        ddp_train.ByteWindows = Busy
+        send = lambda: os.killpg(os.getpgrp(), signal.SIGTERM)  # noqa: E731
+        at_call(ddp_train, "begin", 2, send, after=True)
+
+    options = [*tiny, "--workers", 1, "--eval_every", 3]
+    [rank] = start_training(1, *options, patch=patch)
+    said = rank.end(143)
+    assert "stopped by signal 15, saved at step 4\n" in said
+    assert "DataLoader" not in said
+    assert set(metrics(out, "val_loss")) == {3}
+    rank.leaves_none()
+
+
+# ---- Launchers -----------------------------------------------------------------------
+THIS = Path(__file__).resolve()  # as a script it is the program with a patch
+
+
+def raise_in_step_3():
+    before_step(3, boom, rank=1)
+
+
+def kill_torchrun_in_step_3():
+    before_step(3, kill_parent, rank=1)
+
+
+def kill_parent():
+    parent = os.getppid()
+    os.kill(parent, signal.SIGKILL)
+    for _ in ticks():
+        if os.getppid() != parent:
+            break
+
+
+def kill_once():
+    """And in the end: print the threads that are left."""
+    noise()
+    atexit.register(print_threads)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        before_step(5, send_this(signal.SIGKILL), rank=1)
+
+
+def print_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print("threads:", *names)
+
+
+@processes
+def test_one_process_saves_though_nobody_reads_its_output(tiny, out, untouched):
+    words = [sys.executable, THIS, "noise", *tiny, *HARD]
+    command = shlex.join([str(word) for word in words])
+    launch("bash", "-c", f"set -o pipefail; {command} | head -1").end()
+    assert_same_run(untouched[1], out)
+
+
+@processes
+def test_torchrun_names_the_rank_that_failed_first(tiny):
+    """It ends the other within seconds."""
+    run = launch(*torchrun(2, THIS, "raise_in_step_3", *tiny))
+    said = run.end(1)
+    assert "step 2 " in said
+    cause = said[said.index("Root Cause (first observed failure)") :]
+    assert re.search(r"rank +: 1 ", cause)
+    assert "RuntimeError: boom" in cause
+    run.leaves_none()
+
+
+@processes
+def test_two_nodes_by_torchrun_and_by_the_old_launcher(tiny, tmp_path):
+    """With a static rendezvous: the same bits as of ranks that are started by hand."""
+    options = [*tiny, "--epochs", 1, "--batch_size", 8]
+    train(2, *options, "--out", tmp_path / "by hand")
+    address = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    agents = []
+    for rank, launcher in enumerate(("run", "launch")):
+        command = [sys.executable, "-m", f"torch.distributed.{launcher}", *address]
+        command += ["--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1"]
+        agents.append(launch(*command, SCRIPT, *options))
+    said = end_all(agents)
+    assert said[0].count("ranks: 2, cpu, fp32\n") == 1
+    assert "ranks: " not in said[1]
+    assert_same_run(tmp_path / "by hand", tmp_path / "out")
+
+
+@processes
+def test_torchrun_restarts_ranks(tiny, out, untouched):
+    """With c10d. One is killed. The new ones go on, and end with the same bits. Threads
+    of gloo that outlive their group may abort the exit: one of each rank is harmless.
+    """
+    command = torchrun(2, "--max-restarts=1", THIS, "kill_once", *tiny, *HARD)
+    place = command.index("--standalone")
+    endpoint = f"--rdzv_endpoint=127.0.0.1:{free_port()}"
+    command[place : place + 1] = ["--rdzv_backend=c10d", endpoint]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    said = launch(*command, env=env).end()
+    assert "from step 3 to 14\n" in said
+    assert_same_run(untouched[2], out)
+    assert said.count("threads:") == 2
+    assert said.count("gloo") <= 2
+
+
+@processes
+def test_ranks_save_and_stop_when_torchrun_is_killed(tiny, out):
+    run = launch(*torchrun(2, THIS, "kill_torchrun_in_step_3", *tiny))
+    run.end(-9)
+    run.leaves_none()
+    assert "stopped by signal 15, saved at step 3\n" in run.text
+    assert load(out)["step"] == 3
+
+
+@processes
+def test_sigterm_to_torchrun_saves_and_leaves_no_process(tiny, out):
+    """torchrun sends it to the loading processes, too."""
+    options = [*tiny, "--workers", 2, "--epochs", 99999, "--eval_every", 10**9]
+    run = launch(*torchrun(1, SCRIPT, *options))
+    run.wait_for("step 3 ")
+    run.send(signal.SIGTERM)
+    said = run.end(1)
+    step = int(re.search(r"stopped by signal 15, saved at step (\d+)\n", said)[1])
+    assert load(out)["step"] == step
+    assert "DataLoader" not in said
+    run.leaves_none()
+
+
+if __name__ == "__main__":  # test_ddp_train.py PATCH OPTIONS
+    globals()[sys.argv[1]]()
+    ddp_train.main(sys.argv[2:])

@@ -1,0 +1,250 @@
+"""Speed of ddp_train.py against the bare loop: prints a table. It is `make bench`.
+
+make bench                          some minutes; with a GPU ten more
+make bench ARGS=--peers             besides, Accelerate and Lightning Fabric
+make bench ARGS=--only-gpu          the rows for which a GPU is needed
+make bench ARGS="--program OTHER/ddp_train.py --dashes"
+    whole processes beside those of another version. --dashes: it has --batch-size
+
+Two loops of loops.py take turns in one process, so that both see the same machine. Each
+pair of them gives a ratio: the table has the median, and the range. Compare only these
+ratios: the other numbers depend on what else the machine does.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import loops
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import ddp_train
+
+SCRIPT = Path(ddp_train.__file__)
+CORES = torch.get_num_threads()
+SMALL = "--device cpu --batch_size 16".split()
+FIRST = 6  # the steps before set things up, and do not count
+GPT2 = "--layers 12 --heads 12 --dim 768 --seq_len 1024 --batch_size 32".split()
+# Dense bf16 of the SXM boards, from NVIDIA's data sheets.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+# ---- A process that measures: `bench.py worker RESULT PAIRS LOOPS options` -----------
+def worker(result, pairs, names, *options):
+    """Run the loops in turn. Rank 0 writes what it has measured."""
+    args = ddp_train.parse_args(options)
+    ddp_train.Log.say = lambda self, line: None
+    names = names.split(",")
+    found = {"saves": [], **{name: [] for name in names}}
+    stamps = []
+
+    def stamp(*_):
+        if torch.cuda.is_available() and len(stamps) in (FIRST, args.max_steps - 1):
+            torch.cuda.synchronize()
+        stamps.append(time.perf_counter())
+
+    def timed_save(*args, save=ddp_train.Checkpoint.save, **values):
+        began = time.perf_counter()
+        save(*args, **values)
+        found["saves"].append(time.perf_counter() - began)
+
+    register_optimizer_step_pre_hook(stamp)
+    ddp_train.Checkpoint.save = timed_save
+    with ddp_train.distributed(args.device) as world:
+        for pair in range(int(pairs)):
+            names.reverse()
+            for name in names:
+                args.out = f"{result}.{name}{pair}"
+                stamps.clear()
+                getattr(loops, name)(args, world)
+                seconds = stamps[-1] - stamps[FIRST]
+                found[name].append(seconds / (len(stamps) - 1 - FIRST))
+                # The next loop begins without what this one has left.
+                gc.collect()
+                torch.compiler.reset()
+                if torch.cuda.is_available():
+                    found["gpu"] = torch.cuda.max_memory_allocated()
+                    torch.cuda.empty_cache()
+        if world.rank == 0:
+            Path(result).write_text(json.dumps(found))
+
+
+def measure(folder, processes, pairs, names, *options):
+    """Start workers, and return what rank 0 has written."""
+    result = tempfile.mktemp(dir=folder)
+    run(processes, [__file__, "worker", result, pairs, names, *options])
+    return json.loads(Path(result).read_text())
+
+
+def run(processes, command):
+    """Run a program to its end.
+
+    Returns [(step, seconds since the start)], and the memory of its largest process.
+    """
+    words = [sys.executable, *map(str, command)]
+    if processes > 1:
+        launcher = "-m torch.distributed.run --standalone --nproc_per_node"
+        words[1:1] = [*launcher.split(), str(processes)]
+    # Otherwise glibc may give memory back in each step and fault it in again: by chance
+    # that is 0 or 2,000 page faults a step, and 5 % of the time, in either loop.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "33554432"}
+    settings |= {"MALLOC_TRIM_THRESHOLD_": "1073741824"}
+    settings |= {"OMP_NUM_THREADS": f"{max(1, CORES // processes)}", **os.environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    began = time.perf_counter()
+    process = subprocess.Popen(words, env=settings, **pipes)
+    steps, said = [], ""
+    for line in process.stdout:
+        said += line
+        step = re.match(r"\s*step (\d+)\b.*\bloss", line)
+        if step and "val_loss" not in line:
+            steps.append((int(step[1]), time.perf_counter() - began))
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        sys.exit(f"{' '.join(words)}\n{said}exit status {status}")
+    return steps, usage.ru_maxrss / 1024
+
+
+# ---- The rows ------------------------------------------------------------------------
+def row(what, value):
+    print(f"| {what} | {value} |", flush=True)
+
+
+def ratio(above, below):
+    """The median of the ratios of the pairs, and their range."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    middle = statistics.median(ratios)
+    return f"{middle:.3f} ({len(ratios)} pairs: {min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def throughput_row(folder, data, pairs, name, processes):
+    options = [*SMALL, "--data", data, "--max_steps", 36]
+    found = measure(folder, processes, pairs, f"bare,{name}", *options)
+    rate = processes * 16 * 128 / statistics.median(found[name])
+    what = f"{name}, {processes} process(es): throughput over the bare loop's"
+    row(what, f"{ratio(found['bare'], found[name])}; {rate:,.0f} bytes/s")
+
+
+def other_rows(folder, data):
+    options = [*SMALL, "--data", data, "--max_steps", 20]
+    for name in ("ours", "bare"):
+        command = [__file__, "worker", folder / "memory", 1, name, *options]
+        row(f"MiB of a process, at most: {name}", f"{run(1, command)[1]:.0f}")
+
+    code = f"import sys; sys.path[0] = '{SCRIPT.parent}'; import ddp_train; "
+    imports = ["-c", code + "print('step 0 loss')"]
+    first_step = [SCRIPT, *options, "--log_every", 1, "--out"]
+    seconds = {"the first step": [], "the end of the imports": []}
+    for number in range(3):
+        steps, _ = run(1, [*first_step, folder / f"start{number}"])
+        seconds["the first step"].append(steps[0][1])
+        seconds["the end of the imports"].append(run(1, imports)[0][0][1])
+    for what in seconds:
+        row(f"seconds to {what}", f"{statistics.median(seconds[what]):.2f}")
+
+    big = "--device cpu --layers 14 --heads 12 --dim 768 --seq_len 64 --batch_size 4"
+    few = folder / "few"
+    few.write_bytes(data.read_bytes()[:20_000])
+    options = [*big.split(), "--max_steps", 8, "--save_every", 3, "--data", few]
+    saves = measure(folder, 1, 1, "ours", *options)["saves"]
+    what = "seconds of a save of 100 million parameters, waited for"
+    row(what, f"{statistics.median(saves):.1f}")
+
+
+def program_rows(folder, data, other, dashes, pairs):
+    """Whole processes of two programs, in turn: the same data, shape and options."""
+    options = [*SMALL, "--data", data, "--max_steps", 60, "--log_every", 10, "--out"]
+    for processes in (1, 2):
+        speeds, starts, sizes = {}, {}, {}
+        for _ in range(pairs):
+            for script in (SCRIPT, other):
+                words = list(map(str, options))
+                if dashes and script == other:
+                    words = [w.replace("_", "-") if w[0] == "-" else w for w in words]
+                words.append(tempfile.mkdtemp(dir=folder))
+                steps, memory = run(processes, [script, *words])
+                steps = [step for step in steps if step[0] % 10 == 0]  # and not step 1
+                (first, began), (last, ended) = steps[0], steps[-1]
+                speed = (last - first) / (ended - began)
+                speeds.setdefault(script, []).append(speed)
+                starts.setdefault(script, []).append(began)
+                sizes.setdefault(script, []).append(memory)
+        what = f"{processes} process(es), this program over the other: "
+        row(what + "steps per second", ratio(speeds[SCRIPT], speeds[other]))
+        row(what + "seconds to step 10", ratio(starts[SCRIPT], starts[other]))
+        row(what + "most memory", ratio(sizes[SCRIPT], sizes[other]))
+
+
+def gpu_rows(folder, pairs=3):
+    """GPT-2-small shape, one process. At most ten minutes."""
+    name = torch.cuda.get_device_name()
+    data = folder / "text"
+    data.write_bytes(SCRIPT.read_bytes() * 200)
+    args = ddp_train.parse_args(GPT2)
+    parameters = sum(p.numel() for p in ddp_train.build_model(args).parameters())
+    # As in PaLM, appendix B: 6 per parameter and token, and those of attention.
+    flops = 6 * parameters + 12 * args.layers * args.dim * args.seq_len
+    flops *= args.seq_len * args.batch_size
+    peak = next((PEAKS[board] for board in PEAKS if board in name), None)
+    for more in ("--precision bf16", "--precision bf16 --compile"):
+        options = [*GPT2, *more.split(), "--data", data, "--max_steps", 40]
+        found = measure(folder, 1, pairs, "bare,ours", *options)
+        speed = flops / statistics.median(found["ours"])
+        use = f"{speed / 1e12:.0f} TFLOP/s, {found['gpu'] / 1e9:.1f} GB"
+        if peak is not None:
+            use += f", utilisation {speed / peak:.0%}"
+        what = f"GPT-2-small shape, {more}, {name}: throughput over the bare loop's"
+        row(what, f"{ratio(found['bare'], found['ours'])}; {use}")
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", type=Path, help="another ddp_train.py")
+    parser.add_argument("--dashes", action="store_true", help="it has --batch-size")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only-gpu", action="store_true")
+    parser.add_argument("--pairs", type=int, default=15)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = folder / "data"
+        library = sorted(Path(os.__file__).parent.glob("*.py"))
+        data.write_bytes(b"".join(file.read_bytes() for file in library)[:1_000_000])
+        versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
+        row("measured", f"{CORES} threads, {versions}")
+        row("---", "---")
+        if args.program:
+            other = args.program.resolve()
+            program_rows(folder, data, other, args.dashes, args.pairs)
+        elif not args.only_gpu:
+            throughput_row(folder, data, args.pairs, "ours", 1)
+            throughput_row(folder, data, args.pairs, "ours", 2)
+            for package in ("accelerate", "lightning_fabric") if args.peers else ():
+                if importlib.util.find_spec(package):
+                    name = package.removeprefix("lightning_")
+                    throughput_row(folder, data, args.pairs, name, 1)
+                else:
+                    row(package, "left out: it is not installed")
+            other_rows(folder, data)
+        if torch.cuda.is_available() and not args.program:
+            gpu_rows(folder)
+        elif args.only_gpu:
+            sys.exit("there is no GPU")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])

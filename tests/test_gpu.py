@@ -1,0 +1,291 @@
+"""What a GPU alone can show: make test-gpu. It prints a table at the end.
+
+    TRY_ON_CPU=1 make test-gpu    tries the tests themselves, as far as a CPU can
+
+Without a GPU all are skipped. One GPU is enough for most: the program leaves DDP out
+with one rank, but the patch `nccl` puts it back; and by gloo two ranks share a GPU.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_train
+import test_ddp_train
+from test_ddp_train import before_step, boom, launch, load, metrics, send_this, torchrun
+
+ON_CPU = bool(os.environ.get("TRY_ON_CPU"))
+GPUS = torch.cuda.device_count()
+needs_gpu = pytest.mark.skipif(GPUS < 1, reason="a CPU cannot do this")
+needs_two = pytest.mark.skipif(GPUS < 2, reason="it needs two GPUs")
+no_gpu = pytest.mark.skipif(not GPUS and not ON_CPU, reason="there is no GPU")
+pytestmark = [pytest.mark.processes, no_gpu]
+THIS = Path(__file__).resolve()  # as a script it is the program with patches
+STEPS = 40
+ROWS = []
+
+
+# ---- Patches: `python tests/test_gpu.py nccl,sync options` ---------------------------
+def nccl():
+    """One rank trains through DDP and NCCL."""
+    join, train = dist.init_process_group, ddp_train.train
+    take_step = ddp_train.train_step
+    held = []
+
+    def join_nccl(backend, **options):
+        join(backend if ON_CPU else "cpu:gloo,cuda:nccl", **options)
+
+    def step(model, *others):
+        if not held:
+            held.append(DistributedDataParallel(model, gradient_as_bucket_view=True))
+        return take_step(held[0], *others)
+
+    def train_and_let_go(args, world):
+        try:
+            return train(args, world)
+        finally:
+            held.clear()  # else it would hold the process group
+
+    dist.init_process_group = join_nccl
+    ddp_train.train_step = step
+    ddp_train.train = train_and_let_go
+
+
+def gloo():
+    """All ranks are on the first GPU. NCCL cannot do this."""
+    os.environ["LOCAL_RANK"] = "0"
+    dist.get_default_backend_for_device = lambda device: "gloo"
+
+
+def sync():
+    """In steps 3 to 18 torch raises where the CPU waits. (It does not see DDP wait.)"""
+    before_step(3, lambda: torch.cuda.set_sync_debug_mode("error"))
+    before_step(19, lambda: torch.cuda.set_sync_debug_mode("default"))
+
+
+def in_first_attempt(action, rank=0):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        before_step(6, action, rank)
+
+
+def wrong_index():
+    torch.zeros(3, device="cuda")[torch.tensor([7]).cuda()]
+
+
+def tell_memory():
+    most = torch.cuda.max_memory_allocated() if GPUS else 0
+    print(f"GPU memory {most / 2**20:.0f} MiB", flush=True)
+
+
+PATCHES = {
+    "plain": lambda: None,
+    "nccl": nccl,
+    "gloo": gloo,
+    "sync": sync,
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "raises": lambda: before_step(6, boom, rank=1),
+    "hangs": lambda: before_step(6, lambda: time.sleep(10**6), rank=1),
+    "is_killed": lambda: in_first_attempt(send_this(signal.SIGKILL), rank=1),
+    "kernel_hangs": lambda: in_first_attempt(lambda: torch.cuda._sleep(10**15)),
+    "index": lambda: before_step(6, wrong_index),
+}
+
+
+# ---- What the tests share ------------------------------------------------------------
+@pytest.fixture(scope="module", autouse=True)
+def table():
+    """More time for each process. At the end: what the tests have seen."""
+    before = test_ddp_train.DEADLINE
+    test_ddp_train.DEADLINE = 300
+    yield
+    test_ddp_train.DEADLINE = before
+    gpu = torch.cuda.get_device_name() if GPUS else "no GPU"
+    print(f"\n| {GPUS} x {gpu}, torch {torch.__version__} | | |\n| --- | --- | --- |")
+    for row in ROWS:
+        print(f"| {' | '.join(row)} |")
+
+
+@pytest.fixture
+def seen(request):
+    """seen("12 s"): a note for the table."""
+    notes = []
+    began = time.monotonic()
+    yield notes.append
+    seconds = f"{time.monotonic() - began:.0f} s"
+    ROWS.append((request.node.name.removeprefix("test_"), seconds, "; ".join(notes)))
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def options(tmp_path, out):
+    data = tmp_path / "data"
+    data.write_bytes(Path(ddp_train.__file__).read_bytes() * 2)
+    words = "--layers 2 --heads 2 --dim 64 --seq_len 64 --batch_size 8 --log_every 1"
+    words += f" --device {'cpu' if ON_CPU else 'cuda'} --max_steps {STEPS}"
+    return [*words.split(), "--data", data, "--out", out]
+
+
+def start(size, patches, *options, restarts=0, **env):
+    command = [sys.executable]
+    if size > 1 or restarts:
+        command = torchrun(size, f"--max_restarts={restarts}")
+        # As in run_single.sh: a new attempt does not meet the store of the last one.
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return launch(*command, THIS, patches, *options, env=env)
+
+
+def gpu_memory():
+    """MiB that all processes use on the GPUs."""
+    if ON_CPU:
+        return 0
+    query = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
+    return sum(map(int, subprocess.check_output(query.split(), text=True).split()))
+
+
+# ---- Training ------------------------------------------------------------------------
+@pytest.mark.parametrize("patch", ["plain", "nccl"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 --compile --accum 2"])
+def test_train(options, out, seen, precision, patch):
+    """The loss falls. What is saved is fp32, and goes on where there is no GPU."""
+    if "--compile" in precision and not shutil.which("cc"):
+        pytest.skip("torch.compile needs a C compiler")
+    options += ["--precision", *precision.split()]
+    said = start(1, patch, *options, TORCH_LOGS="recompiles").end()
+    losses = metrics(out, "loss")
+    assert losses[STEPS] < losses[1] - 0.5
+    assert {t.dtype for t in load(out)["model"].values()} == {torch.float32}
+    seen(f"loss {losses[1]:.2f} to {losses[STEPS]:.2f}")
+    seen(re.search("GPU memory .*", said)[0])
+    seen(f"{said.count('Recompiling function')} recompilations")
+    if precision == "fp32":
+        options += ["--device", "cpu", "--max_steps", STEPS + 1]
+        start(1, "plain", *options, CUDA_VISIBLE_DEVICES="").end()
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16 --dropout 0.1 --accum 2"])
+def test_nothing_waits_between_two_log_lines(options, precision):
+    words = ["--precision", *precision.split(), "--log_every", 20, "--max_steps", 20]
+    start(1, "nccl,sync", *options, *words).end()
+
+
+@pytest.mark.parametrize("patches", ["nccl", "nccl,deterministic"])
+def test_stop_and_resume(options, out, tmp_path, seen, patches):
+    """The weights of a run that nobody stopped, to rounding or to the bit."""
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    options += ["--dropout", 0.1, "--max_steps", 60]
+    untouched = tmp_path / "untouched"
+    start(1, patches, *options, "--out", untouched, **env).end()
+    run = start(1, patches, *options, **env)
+    run.wait_for("step 20 ")
+    run.send(signal.SIGTERM)
+    assert "stopped by signal 15" in run.end(128 + signal.SIGTERM)
+    start(1, patches, *options, **env).end()
+    a, b = load(untouched)["model"], load(out)["model"]
+    difference = max((a[name] - b[name]).abs().max().item() for name in a)
+    seen(f"largest difference of a weight {difference:.1g}")
+    assert difference == 0 or (patches == "nccl" and difference < 0.05)
+
+
+@pytest.mark.parametrize("patch", ["gloo", pytest.param("plain", marks=needs_two)])
+def test_two_ranks_give_the_numbers_of_one(options, out, tmp_path, seen, patch):
+    """By gloo on one GPU, by NCCL on two. Half the batch on each, or all on one."""
+    one = tmp_path / "one"
+    start(1, "plain", *options, "--out", one).end()
+    assert "ranks: 2" in start(2, patch, *options, "--batch_size", 4).end()
+    losses, others = metrics(one, "loss"), metrics(out, "loss")
+    difference = max(abs(losses[step] - others[step]) for step in losses)
+    seen(f"largest difference of a loss {difference:.1g}")
+    assert difference < 0.02
+
+
+# ---- Failures ------------------------------------------------------------------------
+def test_kill_9_frees_the_gpu_and_the_loading_processes(options, seen):
+    before = gpu_memory()
+    run = start(1, "plain", *options, "--workers", 4, "--max_steps", 10**6)
+    run.wait_for("step 20 ")
+    used = gpu_memory() - before
+    run.send(signal.SIGKILL)
+    began = time.monotonic()
+    while gpu_memory() > before + used / 2:
+        assert time.monotonic() - began < 10
+    seen(f"{used} MiB free after {time.monotonic() - began:.1f} s")
+    run.leaves_none()
+    seen(f"no process after {time.monotonic() - began:.1f} s")
+
+
+# A rank that hangs is killed 30 s after torchrun has sent it SIGTERM.
+@pytest.mark.parametrize("fault, says", [("raises", "boom"), ("hangs", "imed out")])
+def test_rank_that_fails_ends_the_other(options, seen, fault, says):
+    run = start(2, f"gloo,{fault}", *options, "--timeout", 5, "--workers", 1)
+    run.wait_for("step 5 ")
+    began = time.monotonic()
+    assert says in run.end(1)
+    run.leaves_none()
+    seen(f"all ended after {time.monotonic() - began:.0f} s")
+
+
+def test_killed_peer_and_restart(options, seen):
+    run = start(2, "gloo,is_killed", *options, "--save_every", 2, restarts=1)
+    check_restart(run, seen)
+
+
+@needs_gpu
+def test_kernel_that_does_not_end(options, seen):
+    """NCCL's watchdog ends the rank, and the next attempt goes on."""
+    options += ["--timeout", 5, "--save_every", 2]
+    said = check_restart(start(1, "nccl,kernel_hangs", *options, restarts=1), seen)
+    seen(re.search(".*(?:atchdog|imed out).*", said)[0][:100])
+
+
+def check_restart(run, seen):
+    run.wait_for("step 5 ")
+    began = time.monotonic()
+    run.wait_for("from step 4 to .*[\\s\\S]*\nstep 5 ")
+    seen(f"the next step after {time.monotonic() - began:.1f} s")
+    said = run.end()
+    assert "done:" in said
+    return said
+
+
+@needs_gpu
+@pytest.mark.parametrize("patch", ["plain", "nccl"])
+def test_error_on_the_gpu(options, seen, patch):
+    """An index out of range: our line, or NCCL's watchdog by SIGABRT?"""
+    run = start(1, f"{patch},index", *options, restarts=1)
+    said = run.end(1)
+    assert re.search("device-side assert|out of (range|bounds)", said)
+    seen("our line" if "error: rank 0:" in said else "no line of ours")
+    run.leaves_none()
+
+
+# ---- Speed ---------------------------------------------------------------------------
+@needs_gpu
+def test_bench(seen, monkeypatch):
+    monkeypatch.setattr(test_ddp_train, "DEADLINE", 900)
+    bench = THIS.parent.parent / "benchmarks/bench.py"
+    said = launch(sys.executable, bench, "--only-gpu").end()
+    for line in re.findall("GPT-2.*", said):
+        seen(line.replace("|", ":"))
+
+
+if __name__ == "__main__":
+    atexit.register(tell_memory)
+    for patch in sys.argv[1].split(","):
+        PATCHES[patch]()
+    ddp_train.main(sys.argv[2:])

@@ -1,0 +1,441 @@
+"""Tests of run_single.sh and run_multi_node.sh, for whoever changes them.
+
+    pytest tests/test_scripts.py            half a minute on two cores
+    pytest -m long tests/test_scripts.py    nodes that do not come, die, are cut off
+
+Two hosts are two network namespaces with a wire between them: this needs root on Linux.
+Slurm is played by two small shell scripts, `srun` and `scontrol`. Where a script need
+not start anything, a stand-in for torch saves the seconds of its import.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig
+
+from test_ddp_train import (
+    TINY,
+    assert_same_bits,
+    fail,
+    free_port,
+    launch,
+    metrics,
+    ticks,
+    train,
+)
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).resolve().parent.parent
+SINGLE = HERE / "run_single.sh"
+MULTI = HERE / "run_multi_node.sh"
+SETTINGS = "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC NPROC_PER_NODE DRY_RUN"
+SETTINGS += " MAX_RESTARTS RDZV_TIMEOUT OMP_NUM_THREADS GLOO_SOCKET_IFNAME"
+HANDLES_SIGUSR1 = "signals_to_handle" in LaunchConfig.__dataclass_fields__
+
+
+# ---- What the tests share ------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Variables of the user, or of a Slurm job around the tests, must not matter."""
+    for name in list(os.environ):
+        if name in SETTINGS.split() or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The options of a small model and small data."""
+    path = tmp_path / "data"
+    path.write_bytes((HERE / "README.md").read_bytes()[:8_000])
+    return [*TINY, "--data", path]
+
+
+@pytest.fixture
+def small_torch(tmp_path, monkeypatch):
+    """A stand-in for torch: four GPUs and eight threads."""
+    folder = tmp_path / "small_torch"
+    folder.mkdir()
+    text = "class accelerator:\n    def device_count(): return 4\n"
+    text += "def get_num_threads(): return 8\n"
+    (folder / "torch.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def children(pid):
+    """The processes that a process has started, and what these have started (Linux)."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found += [int(child), *children(int(child))]
+    return found
+
+
+# ---- run_single.sh -------------------------------------------------------------------
+def test_single_restarts_a_rank_that_was_killed(tiny, tmp_path):
+    """It ends with the same bits. The cores are shared out. --out has a space in it."""
+    options = [*tiny, "--epochs", 2, "--save_every", 2, "--dropout", 0.1]
+    train(2, *options, "--out", tmp_path / "untouched")
+    script = tmp_path / "run_single.sh"
+    script.write_text(SINGLE.read_text())
+    # Rank 1 kills itself in its fifth step, but only at the first start.
+    (tmp_path / "ddp_train.py").write_text(
+        f"import os, signal, sys\nsys.path.insert(0, {str(HERE)!r})\n"
+        "import ddp_train\nstep = ddp_train.train_step\ncalls = []\n"
+        "def train_step(*args):\n"
+        "    calls.append(1)\n"
+        "    first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "    if len(calls) == 5 and first and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(*args)\n"
+        "ddp_train.train_step = train_step\n"
+        "print('threads', os.environ['OMP_NUM_THREADS'])\n"
+        "ddp_train.main()\n"
+    )
+    out = tmp_path / "a b"
+    env = {"NPROC": "2", "MAX_RESTARTS": "1"}
+    text = launch("bash", script, *options, "--out", out, env=env).end()
+    assert text.count("from step 4 to") == 1
+    if hasattr(os, "sched_getaffinity"):
+        assert f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}\n" in text
+    assert_same_bits(tmp_path / "untouched", out)
+    assert metrics(tmp_path / "untouched", "loss") == metrics(out, "loss")
+
+
+@pytest.mark.skipif(not HANDLES_SIGUSR1, reason="this torchrun has no SIGUSR1")
+def test_single_passes_a_signal_on(tiny, tmp_path):
+    """A signal to the process that was started is one to all ranks. They save."""
+    out = tmp_path / "out"
+    env = {"NPROC": "2"}
+    run = launch(SINGLE, *tiny, "--epochs", 9999, "--out", out, env=env)
+    run.wait_for("step 2 ")
+    run.send(signal.SIGUSR1)
+    run.wait_for(f"stopped by signal {int(signal.SIGUSR1)}, saved")
+    for _ in ticks():
+        if run.has_ended():
+            break
+    assert (out / "checkpoint.pt").exists()
+
+
+@pytest.mark.usefixtures("small_torch")
+@pytest.mark.parametrize("number", ["x", "0", "-1"])
+def test_single_refuses_a_bad_number_of_processes(number):
+    text = launch(SINGLE, env={"NPROC": number}).end(code=2)
+    assert text == f"run_single.sh: NPROC={number} is not a number, 1 or more\n"
+
+
+# ---- run_multi_node.sh: what it refuses, and the command it makes --------------------
+@pytest.mark.usefixtures("small_torch")
+@pytest.mark.parametrize(
+    "says, settings",
+    [
+        ("MASTER_ADDR is not set", "NNODES=2"),
+        ("MASTER_ADDR=no.such.invalid", "MASTER_ADDR=no.such.invalid"),
+        ("MASTER_ADDR=fd00::1 (IPv4)", "MASTER_ADDR=fd00::1"),
+        ("NNODES=two is not a number", "MASTER_ADDR=127.0.0.1 NNODES=two"),
+        ("NNODES=1: is not a number", "MASTER_ADDR=127.0.0.1 NNODES=1:"),
+        ("NODE_RANK=2 does not fit", "MASTER_ADDR=127.0.0.1 NODE_RANK=2"),
+        ("NODE_RANK=0 does not", "MASTER_ADDR=127.0.0.1 NNODES=1:2 NODE_RANK=0"),
+    ],
+)
+def test_multi_refuses_a_mistake_in_one_line(says, settings):
+    env = dict(setting.split("=") for setting in settings.split())
+    text = launch(MULTI, env=env).end(code=2)
+    assert text.startswith("run_multi_node.sh: ") and says in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_multi_says_that_the_port_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert f"port {port}: Address al" in launch(MULTI, env=env).end(code=2)
+
+
+def dry_run(*arguments, **settings):
+    """The words of the command that DRY_RUN prints, as a shell reads them."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DRY_RUN": "1"}
+    text = launch(MULTI, *arguments, env={**env, **settings}).end()
+    shell = ["bash", "-c", f'printf "%s\\n" {text.splitlines()[-1]}']
+    words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    return words.splitlines()
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_multi_command_without_and_with_node_rank():
+    words = dry_run("--out", "a  b", "*", "it's", MASTER_PORT="29999")
+    assert words[-4:] == ["--out", "a  b", "*", "it's"]
+    assert "--rdzv-backend=c10d" in words and "--local-addr=127.0.0.1" in words
+    assert "--rdzv-endpoint=127.0.0.1:29999" in words
+    assert "--nnodes=2" in words and "--max-restarts=0" in words
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+    assert "GLOO_SOCKET_IFNAME=lo" in words
+    assert "is_host=True" in " ".join(words)
+    # Four GPUs and eight threads.
+    assert "--nproc-per-node=4" in words and "OMP_NUM_THREADS=2" in words
+    words = dry_run(NODE_RANK="1", NNODES="3")
+    assert "--node-rank=1" in words and "--rdzv-backend=c10d" not in words
+    assert "is_host=False" in " ".join(words)
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_multi_keeps_the_settings_of_the_user():
+    env = {"GLOO_SOCKET_IFNAME": "mine", "OMP_NUM_THREADS": "7", "MAX_RESTARTS": "5"}
+    words = dry_run("--device=cpu", **env, NPROC_PER_NODE="3", RDZV_TIMEOUT="77")
+    assert "GLOO_SOCKET_IFNAME=mine" in words and "OMP_NUM_THREADS=7" in words
+    assert "--max-restarts=5" in words and "--nproc-per-node=3" in words
+    assert "join_timeout=77" in " ".join(words)
+    words = dry_run("--device", "cpu", NNODES="1:2")  # elastic, without a GPU
+    assert words[-2:] == ["--timeout", "20"] and "--max-restarts=3" in words
+    assert "--nproc-per-node=1" in words
+    assert dry_run("--timeout=9", NNODES="1:2")[-1] == "--timeout=9"
+
+
+# ---- Two bare hosts ------------------------------------------------------------------
+# hosta is 10.77.0.1, hostb is 10.77.0.2. There is no DNS and no default route. As on
+# Debian, each host's own name means 127.0.1.1.
+class TwoHosts:
+    def __init__(self, folder):
+        self.folder = folder
+        self.names = [f"ddp-{os.getpid()}-a", f"ddp-{os.getpid()}-b"]
+        for name in self.names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        self.ip(0, f"link add wire type veth peer name wire netns {self.names[1]}")
+        for host in (0, 1):
+            self.ip(host, f"addr add 10.77.0.{host + 1}/24 dev wire")
+            self.ip(host, "link set lo up")
+            self.ip(host, "link set wire up")
+            file = f"127.0.0.1 localhost\n127.0.1.1 host{'ab'[host]}\n"
+            (folder / f"hosts{host}").write_text(file)
+
+    def ip(self, host, line):
+        """Run `ip` on host 0 or 1."""
+        subprocess.run(["ip", "-n", self.names[host], *line.split()], check=True)
+
+    def start(self, host, *command, **env):
+        """Start a command on host 0 or 1."""
+        shell = f"""
+            hostname host{"ab"[host]}
+            mount --bind '{self.folder}/hosts{host}' /etc/hosts
+            mount --bind /dev/null /etc/resolv.conf
+            exec "$@"
+        """
+        namespaces = ["ip", "netns", "exec", self.names[host], "unshare", "--uts"]
+        words = [*namespaces, "--mount", "sh", "-c", shell, "sh", *command]
+        return launch(*words, env={"MASTER_ADDR": "10.77.0.1", "NNODES": "2", **env})
+
+    def kill_all(self, host):
+        """The host dies: all its processes are killed."""
+        command = ["ip", "netns", "pids", self.names[host]]
+        pids = subprocess.run(command, capture_output=True, text=True).stdout
+        for pid in pids.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    probe = "unshare --net --uts --mount ip link add veth-probe type veth"
+    if subprocess.run(probe, shell=True, capture_output=True).returncode != 0:
+        pytest.skip("needs root on Linux with `ip` and network namespaces")
+    hosts = TwoHosts(tmp_path)
+    yield hosts
+    for host in (0, 1):
+        hosts.kill_all(host)
+        subprocess.run(["ip", "netns", "del", hosts.names[host]], capture_output=True)
+
+
+def test_two_bare_hosts_and_a_rank_that_is_killed(hosts, tiny, tmp_path):
+    """b comes first. a knows MASTER_ADDR by its own name only. No shared disk."""
+    options = ["--epochs", 9999, "--save_every", 10, "--log_every", 10]
+    b = hosts.start(
+        1, MULTI, *tiny, *options, "--out", tmp_path / "b", MAX_RESTARTS="1"
+    )
+    b.wait_for("hostb: 10.77.0.2 on wire leads to 10.77.0.1")
+    env = {"MASTER_ADDR": "hosta", "MAX_RESTARTS": "1"}
+    a = hosts.start(0, MULTI, *tiny, *options, "--out", tmp_path / "a", **env)
+    a.wait_for("hosta: 10.77.0.1 on wire leads to hosta")
+    talks = a_or_b(a, b, "ranks: 2")  # rank 0 is on the node that came first, or not
+    talks.wait_for("step 30 ")
+    os.kill(children(b.pid)[-1], signal.SIGKILL)
+    talks = a_or_b(a, b, r"(?s)ranks: 2.*ranks: 2")
+    resumed = talks.wait_for(r"(?s)ranks: 2.*ranks: 2.*from step (\d+) ")
+    assert int(resumed[1]) >= 20
+    talks.wait_for(rf"step {int(resumed[1]) + 20} ")
+
+
+def a_or_b(a, b, pattern):
+    """The one of two processes that says something that matches."""
+    for _ in ticks():
+        for process in (a, b):
+            if re.search(pattern, process.text):
+                return process
+    fail(f"neither said {pattern!r}")
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_no_route_to_master_addr(hosts):
+    text = hosts.start(1, MULTI, MASTER_ADDR="10.99.0.1").end(code=2)
+    assert "MASTER_ADDR=10.99.0.1" in text and "Network is unreachable" in text
+
+
+# It passes on what reaches 10.88.0.1, as a NAT or Docker does.
+PROXY = """
+import socket, threading
+def copy(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+with socket.create_server(("10.88.0.1", 29500)) as server:
+    while True:
+        here, _ = server.accept()
+        there = socket.create_connection(("10.77.0.1", 29500))
+        threading.Thread(target=copy, args=(here, there), daemon=True).start()
+        threading.Thread(target=copy, args=(there, here), daemon=True).start()
+"""
+
+
+@pytest.mark.long
+def test_master_addr_is_not_an_address_of_the_host_node(hosts, tiny, tmp_path):
+    """b reaches a as 10.88.0.1, a itself does not. NODE_RANK=0 says that it is a."""
+    hosts.ip(0, "route add default via 10.77.0.99")
+    hosts.ip(1, "addr add 10.88.0.1/32 dev lo")
+    runs = []
+    for host in (0, 1):
+        options = [*tiny, "--max_steps", 3, "--out", tmp_path / "ab"[host]]
+        env = {"MASTER_ADDR": "10.88.0.1", "NODE_RANK": str(host)}
+        runs.append(
+            hosts.start(host, MULTI, *options, GLOO_SOCKET_IFNAME="wire", **env)
+        )
+        if host == 0:
+            hosts.start(1, sys.executable, "-c", PROXY)
+    assert "ranks: 2" in runs[0].end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "rank, says", [("", "RendezvousTimeout"), ("0", "clients join")]
+)
+def test_other_node_does_not_come(hosts, rank, says):
+    run = hosts.start(0, MULTI, RDZV_TIMEOUT="5", NODE_RANK=rank)
+    assert says in run.end(code=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["killed", "cut"])
+def test_elastic_node_leaves_and_returns(hosts, tiny, tmp_path, fault):
+    """Host b dies, or its wire is cut: host a goes on alone. Then b comes back."""
+    options = [*tiny, "--epochs", 99999, "--save_every", 20, "--log_every", 10]
+    env = {"NNODES": "1:2", "MAX_RESTARTS": "9"}
+
+    def join(host):
+        out = tmp_path / "ab"[host]
+        return hosts.start(host, MULTI, *options, "--out", out, **env)
+
+    a, b = join(0), join(1)
+    a_or_b(a, b, "ranks: 2").wait_for(r"step [4-9]\d ")
+    if fault == "killed":
+        hosts.kill_all(1)
+    else:
+        hosts.ip(1, "link set wire down")
+    a.wait_for(r"(?s)ranks: 1.*from step \d\d.*step \d+ ")
+    if fault == "cut":
+        hosts.ip(1, "link set wire up")
+    join(1)
+    a.wait_for(r"(?s)ranks: 1.*ranks: 2.*from step \d\d.*step \d+ ")
+
+
+# ---- Slurm ---------------------------------------------------------------------------
+# This srun "starts" two tasks, both on this machine. It writes down its options.
+SRUN = """#!/bin/bash
+echo "srun $*" >> {log}
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NODELIST=host[a-b] SLURM_STEP_NUM_NODES=2
+export SLURM_STEP_NUM_TASKS=${{TASKS:-2}}
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@"
+code=$?
+wait
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> {log}
+case $* in
+  "show hostnames host[a-b]") printf 'hosta\\nhostb\\n' ;;
+  "show node hosta") echo '   NodeAddr=127.0.0.1 NodeHostName=hosta Version=22.05' ;;
+esac
+"""
+SRUN_OPTIONS = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --export=ALL"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Two scripts on PATH, and a job of two nodes. Returns the file of their calls."""
+    log = tmp_path / "slurm log"
+    log.touch()
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text.format(log=f"'{log}'"))
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", str(free_port() - 10000))
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("DRY_RUN", "1")
+    return log
+
+
+@pytest.mark.usefixtures("small_torch")
+@pytest.mark.parametrize("call", ["sbatch", "salloc", "interactive salloc", "own srun"])
+def test_slurm_starts_one_task_on_each_node(slurm, tmp_path, monkeypatch, call):
+    command = [MULTI]
+    if call == "sbatch":  # it runs its own copy of the file, where it was called
+        monkeypatch.chdir(HERE)
+        monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+        copy = tmp_path / "slurm_script"
+        copy.write_text(MULTI.read_text())
+        command = ["bash", copy]
+    if call == "interactive salloc":  # its shell is a step with a special number
+        monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
+    if call == "own srun":
+        command = ["srun", MULTI]
+    text = launch(*command, "--epochs", 3).end()
+    for rank in (0, 1):
+        assert f"--node-rank={rank} " in text
+    assert text.count("--nnodes=2 ") == 2 and text.count("is_host=True") == 1
+    assert "--rdzv-endpoint=127.0.0.1:" in text
+    assert slurm.read_text().count("srun") == 1
+    if call != "own srun":
+        assert f"srun {SRUN_OPTIONS} bash {MULTI} --epochs 3\n" in slurm.read_text()
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_slurm_with_two_tasks_on_a_node_is_refused(slurm, monkeypatch):
+    monkeypatch.setenv("TASKS", "4")
+    text = launch("srun", MULTI).end(code=2)
+    assert text.count("srun --ntasks-per-node=1\n") == 2
+
+
+def test_slurm_saves_and_requeues_at_sigusr1(slurm, tiny, tmp_path, monkeypatch):
+    """Slurm sends SIGUSR1 to all processes of the step. They save. Node 0 requeues."""
+    monkeypatch.setenv("DRY_RUN", "")
+    options = [*tiny, "--epochs", 9999, "--log_every", 10, "--out", tmp_path / "out"]
+    run = launch(MULTI, *options)
+    run.wait_for(r"step \d+ ")
+    for pid in children(run.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if not command[1].endswith("/srun"):
+            os.kill(pid, signal.SIGUSR1)
+    run.wait_for("stopped by signal 10, saved")
+    for _ in ticks():
+        if run.has_ended():
+            break
+    requeue = f"scontrol requeue {os.environ['SLURM_JOB_ID']}\n"
+    assert slurm.read_text().count(requeue) == 1
