@@ -412,7 +412,8 @@ def test_every_sample(tmp_path, data):
 def test_every_sample_resumes_with_the_same_bits(tmp_path, data):
     """It stops after a short step, and within an epoch."""
     program = module_of(patched(tmp_path, 16))
-    options = [*TINY, "--data", data, "--dropout", 0.1, "--accum", 2, "--batch_size"]
+    options = [*TINY, "--data", data, "--dropout", 0.1, "--accum", 2, "--epochs", 2]
+    options.append("--batch_size")
     run(program, 2, *options, 2, "--out", tmp_path / "a")
     for last in (8, 10, 16):
         run(program, 2, *options, 2, "--out", tmp_path / "b", "--max_steps", last)
