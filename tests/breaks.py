@@ -28,6 +28,7 @@ import torch._dynamo  # noqa: F401 (imported once here, and not for each row)
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 COPIED = "ddp_train.py test_ddp_train.py run_single.sh run_multi_node.sh .pytest.ini"
+COPIED += " tests/conftest.py tests/test_no_waiting.py"
 LIMIT = 400  # seconds for one row
 PARALLEL = 2
 RESULTS = {0: "NOT CAUGHT", 1: "caught", 5: "no such test", None: "too slow"}
@@ -67,7 +68,8 @@ class Run:
         self.seconds = 0
         self.folder = Path(tempfile.mkdtemp())
         for name in COPIED.split():
-            shutil.copy(ROOT / name, self.folder)
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.folder / name)
         if row is not None:
             path = self.folder / row.file
             old, new = (
@@ -82,7 +84,7 @@ class Run:
             os.dup2(output, 2)
             os.chdir(self.folder)
             options = ["-q", "-x", "-k", tests, "--basetemp", str(self.folder / "tmp")]
-            code = pytest.main([*options, "test_ddp_train.py"])
+            code = pytest.main([*options, "test_ddp_train.py", "tests"])
             sys.stdout.flush()
             os._exit(code)
 
