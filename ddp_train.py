@@ -7,7 +7,7 @@
     python ddp_train.py                                     one process, CPU or GPU
     torchrun --standalone --nproc_per_node=4 ddp_train.py   four processes, four GPUs
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=HOST ddp_train.py
-        two machines; on the other one with --node_rank=1. Or see run_multi_node.sh.
+        two machines; on the other one with --node_rank=1
 
 --batch_size is that of one rank: four ranks take four times as many samples in a step.
 
@@ -22,17 +22,21 @@ Four things are left to the training script, and most of this file is about them
      order. If one rank is missing, the others wait for it. So never call one, or a
      function that does, under `if world.rank == 0`.
   3. Each sample counts once, and each file is written once, by rank 0.
-  4. The ranks end together: they stop at the same step, and if one fails, all end.
+  4. The ranks end together: they stop at the same step. A rank that fails ends at once,
+     and torchrun then ends the others.
 
 Replace MODEL (build_model, compute_loss, score) and DATA (load_data) with yours, their
-options, and the list SAME_AS_CHECKPOINT. The same command again resumes a run that was
-stopped; another --out begins a new one.
+options, and the list SAME_AS_CHECKPOINT.
 
-For any split of the same global batch over ranks and --accum the numbers are the same,
-up to rounding. (Not with dropout and batch norm: they work on the batch of one rank.) A
-resumed run has the same bits as one that was never stopped, on CPUs with one or two
-ranks; with more DDP adds in another order. (Not if loading processes draw random
-numbers.) It runs on Linux and macOS.
+A second start resumes the run in the folder --out, also with another --lr: the log says
+what has changed. To begin a new run, give another --out.
+
+What you can expect, on Linux and macOS:
+
+  - The same global batch gives the same numbers, up to rounding, on any number of ranks
+    and with any --accum. Dropout and batch norm do not: they see the batch of one rank.
+  - A resumed run has the same bits as one that was never stopped, on CPUs with one or
+    two ranks. With more, DDP adds in another order: the same up to rounding.
 """
 
 import argparse
@@ -58,8 +62,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Its functions have the process group as a default argument. If DDP imported it later,
-# they would hold the group for ever, and its threads might abort the exit.
+# Its functions have the process group as a default argument. DDP would import it when
+# there is a group already: they would hold that, and gloo's threads, until the end.
 import torch.distributed.nn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -184,9 +188,10 @@ def load_data(args):
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that can begin in mid-epoch, on any number of ranks.
 
-    Seed and epoch decide the order of the samples. The ranks take turns: of 2 ranks,
-    rank 0 takes the places 0, 2, 4 and so on, rank 1 takes 1, 3, 5. So what all ranks
-    have done is always one stretch, from the first place on.
+    Its parent keeps the arguments; the order is its own. Seed and epoch decide it, and
+    the ranks take turns in it: of 2 ranks, rank 0 takes the places 0, 2, 4 and so on,
+    rank 1 takes 1, 3, 5. So what all ranks have done is always one stretch, from the
+    first place on.
     """
 
     start = 0  # how many samples of the epoch are done, by all ranks together
@@ -206,17 +211,44 @@ class ResumableSampler(DistributedSampler):
         return iter(mine[: len(self)].tolist())
 
 
+class Loader(DataLoader):
+    """A DataLoader whose loading processes never get a signal to stop.
+
+    torchrun and Ctrl-C send it to all processes. The loading processes must live until
+    the rank has saved, so they start with these signals blocked, and it stays so.
+    """
+
+    def __iter__(self):
+        if self.num_workers == 0:
+            return super().__iter__()
+        # Python's own helper process comes first, because its start unblocks signals.
+        multiprocessing.resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
+        batches = super().__iter__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.NUMBERS)
+        return batches
+
+    @staticmethod
+    def kill_processes():
+        """Python would end them with SIGTERM, which is blocked."""
+        # The handler of torch would raise an error, because they were killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for process in multiprocessing.active_children():
+            if process.daemon:  # as all of a DataLoader are
+                process.kill()
+
+
 def train_loader(dataset, batch_size, world, seed=0, workers=0, **options):
     """This rank's share of an epoch, in full batches. All ranks have as many.
 
     Before each epoch call loader.sampler.set_epoch(epoch). What is left over is less
     than a batch for each rank. It waits for another epoch, which has another order.
-    options: others of DataLoader, such as collate_fn.
+    world: a World, see PROCESSES. options: others of DataLoader, such as collate_fn.
     """
-    # A DataLoader draws a seed for its loading processes. If it took torch's global
-    # generator, a run that resumes in mid-epoch would have another dropout.
+    # A DataLoader draws a seed for its loading processes when it begins. With this
+    # generator each rank has another one, and the model's random numbers do not change.
     generator = torch.Generator().manual_seed(seed_of(seed, world.rank))
-    return DataLoader(
+    return Loader(
         dataset,
         batch_size,
         sampler=ResumableSampler(dataset, world.size, world.rank, seed=seed),
@@ -236,7 +268,7 @@ def eval_loader(dataset, batch_size, world, workers=0, **options):
     batches = [range(i, min(i + batch_size, n)) for i in range(0, n, batch_size)]
     mine = batches[world.rank :: world.size]
     options = loading_options(world, workers, options)
-    return DataLoader(dataset, batch_sampler=mine, **options)
+    return Loader(dataset, batch_sampler=mine, **options)
 
 
 def loading_options(world, workers, others):
@@ -251,30 +283,13 @@ def loading_options(world, workers, others):
     }
 
 
-def begin(loader):
-    """iter(loader), but its loading processes never get a signal to stop.
-
-    torchrun and Ctrl-C send that to all processes of a rank. The loading processes must
-    live on until the rank has saved, so they start with these signals blocked.
-    """
-    if loader.num_workers == 0:
-        return iter(loader)
-    signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
-    # Python's own helper process, too. Starting it unblocks some of them again.
-    multiprocessing.resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.NUMBERS)
-    return batches
-
-
 def seed_of(*numbers):
     """One seed from several numbers."""
     return zlib.crc32(repr(numbers).encode())
 
 
 def to_device(batch, device):
-    """Tensors, also in tuples, lists and dicts."""
+    """Tensors, also in tuples, lists and dicts. So DDP needs no device_ids."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -318,14 +333,14 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     have one batch less than another, DDP might wait for ever.
     """
     if world.size > 1:
-        # In its last step each rank has changed its own running means of batch norm.
-        # Those of rank 0 are saved, so they are evaluated.
+        # DDP copies the running means of batch norm from rank 0 before each step. After
+        # it they differ. Those of rank 0 are saved, so they are evaluated.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     scores = []
-    for batch in begin(loader):
+    for batch in loader:
         with autocast or contextlib.nullcontext():
             scores.append(score_fn(model, to_device(batch, world.device)))
     for module, was_training in modes:
@@ -357,15 +372,8 @@ def train(args, world):
     """The whole run. All ranks call it. Returns the signal that stopped it, or 0."""
     stop = StopSignal()
     train_set, val_set, data_text = load_data(args)
-    facts = {name: getattr(args, name) for name in SAME_AS_CHECKPOINT}
-    facts["the data"] = data_text
-    settings = {f"--{name}": str(value) for name, value in vars(args).items()}
-    settings["the program"] = zlib.crc32(Path(__file__).read_bytes())
-    settings["torch"] = str(torch.__version__)
-    alike = {**facts, **settings, "the device": world.device.type}
-    for name in MAY_DIFFER_BETWEEN_RANKS:
-        alike.pop(name, None)
-    check_alike(alike)
+    settings = settings_of(args, world, data_text)
+    check_alike(settings)
     n = len(train_set)
     step_samples = args.batch_size * args.accum * world.size
     if n < step_samples:
@@ -388,6 +396,8 @@ def train(args, world):
     val_loader = eval_loader(val_set, args.batch_size, world, args.workers)
 
     parts = {"model": model, "optimizer": optimizer}
+    facts = {name: getattr(args, name) for name in SAME_AS_CHECKPOINT}
+    facts["the data"] = data_text
     checkpoint = Checkpoint(args.out, parts, facts, world)
     log = Log(args.out, world)
     state = checkpoint.resume()
@@ -398,6 +408,7 @@ def train(args, world):
         now = settings.get(name)
         if now != before:
             log.say(f"{name} is {now}, in the checkpoint it was {before}")
+    # What is left: the rest of this epoch, and the whole ones after it.
     steps_left = (n - start) // step_samples
     steps_left += (args.epochs - epoch - 1) * (n // step_samples)
     last_step = step + max(0, steps_left)
@@ -407,9 +418,10 @@ def train(args, world):
     left_over = n % step_samples
     log.say(f"an epoch: {n} samples, {step_samples} a step, {left_over} left over")
     log.say(f"from step {step} to {last_step}")
-    if step > 0 and (state["evaluating"] or step >= last_step):
+    if step > 0 and (state["to_evaluate"] or step >= last_step):
         # The run may have been ended before this evaluation.
-        log.write(step, **evaluate(model, score, val_loader, world, autocast))
+        means = evaluate(model, score, val_loader, world, autocast)
+        log.write(step, **means)
 
     batches = None
     losses = []  # of the steps since the last log line: tensors on the device
@@ -422,10 +434,11 @@ def train(args, world):
         if batches is None:
             # DDP: without set_epoch() every epoch would have the same order.
             loader.sampler.set_epoch(epoch, start)
-            batches = begin(loader)
+            batches = iter(loader)
         if not losses:
-            logged_at = time.perf_counter()
-        # Each rank and step has its own dropout. After a resume it is the same.
+            interval_began = time.perf_counter()
+        # Each rank and step has its own dropout, and the same after a resume: so no
+        # state of the generator is saved. If you use random or numpy, seed them, too.
         torch.manual_seed(seed_of(args.seed, step, world.rank))
         middle = start + step_samples / 2  # of this step
         lr = learning_rate(args, epoch + middle / n)
@@ -438,9 +451,9 @@ def train(args, world):
         start += step_samples
 
         epoch_ended = n - start < step_samples
-        evaluating = epoch_ended or step == last_step or is_due(step, args.eval_every)
+        to_evaluate = epoch_ended or step == last_step or is_due(step, args.eval_every)
         stopping = stop()
-        saving = stopping or evaluating or is_due(step, args.save_every)
+        saving = stopping or to_evaluate or is_due(step, args.save_every)
         # A save comes with a log line, because that finds out whether all is finite.
         # In other steps the CPU does not wait for the GPU.
         if saving or is_due(step, args.log_every):
@@ -450,7 +463,7 @@ def train(args, world):
             grad_norm = torch.stack(grad_norms).max().item()
             if not math.isfinite(loss) or not math.isfinite(grad_norm):
                 sys.exit(f"not finite by step {step}, not saved: try a lower --lr")
-            seconds = (time.perf_counter() - logged_at) / len(losses)
+            seconds = (time.perf_counter() - interval_began) / len(losses)
             values = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             values["samples_per_s"] = step_samples / seconds
             values["seconds_left"] = round(seconds * (last_step - step))
@@ -458,13 +471,14 @@ def train(args, world):
             losses = []
             grad_norms = []
         if saving and world.rank == 0:  # DDP: one rank writes, else files are torn
-            place = {"epoch": epoch, "start": start, "evaluating": evaluating}
-            checkpoint.save(step, **place, settings=settings)
+            values = {"epoch": epoch, "start": start, "settings": settings}
+            checkpoint.save(step, **values, to_evaluate=to_evaluate)
         if stopping and step < last_step:
             log.say(f"stopped by signal {stopping}, saved at step {step}")
             return stopping
-        if evaluating:  # after the save: if it is killed here, no step is lost
-            log.write(step, **evaluate(model, score, val_loader, world, autocast))
+        if to_evaluate:  # after the save: if it is killed here, no step is lost
+            means = evaluate(model, score, val_loader, world, autocast)
+            log.write(step, **means)
     log.say(f"done: step {step}, saved in {checkpoint.path}")
     return 0
 
@@ -474,7 +488,6 @@ def is_due(step, every):
 
 
 # ---- PROCESSES -----------------------------------------------------------------------
-# "All ranks call it" means: never under `if world.rank == 0`. It waits for all ranks.
 @dataclass
 class World:
     """Which process this is (0 <= rank < size), and where its tensors are."""
@@ -488,40 +501,39 @@ class World:
 def distributed(device="auto", timeout=600):
     """`with distributed() as world:` around all that the ranks do together.
 
-    Make the model and the loaders in a function that is called in this block: what is
-    left of them after it would hold the group.
-    They leave the block together, also if all call sys.exit(0). A rank that fails
-    inside ends at once, without cleaning up: an ordinary exit may wait for the other
-    ranks, and these wait for it. torchrun then ends the others.
+    They leave the block together, also if all call sys.exit(0). One of several ranks
+    that fails ends at once, and no exit hook runs: an ordinary exit may wait for the
+    other ranks, and these wait for it. torchrun then ends them.
     """
     world = init_distributed(device, timeout)
     try:
         yield world
         all_gather("done")  # a rank that leaves early may break a collective of others
-    except SystemExit as error:
-        if error.code:  # a mistake of the user: one line is enough
-            end_this_rank(world, error, error.code)
-        # The group lives as long as a frame of the traceback has the DDP model.
-        traceback.clear_frames(error.__traceback__)
-        raise
     except BaseException as error:
-        end_this_rank(world, error, traceback.format_exc())
+        has_failed = not isinstance(error, SystemExit) or error.code
+        if has_failed and world.size > 1:
+            end_this_rank(world, error)
+        raise
     finally:
+        Loader.kill_processes()
+        # gloo's threads need Python's lock (GIL) when they free what they have sent. If
+        # this thread held it, and waited for them, both would wait for ever.
+        time.sleep(0.1)
         # DDP: without it NCCL complains, and the exit may hang.
         dist.destroy_process_group()
-        # Python would end loading processes with SIGTERM, but begin() has blocked that.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or a DataLoader would complain
-        for process in multiprocessing.active_children():
-            process.kill()
 
 
-def end_this_rank(world, error, reason):
+def end_this_rank(world, error):
     try:
-        # torchrun shows the error of the rank that raised first. It compares whole
-        # seconds, and the other ranks fail when this one is gone. So wait for one.
-        ErrorHandler().record_exception(error)
+        Loader.kill_processes()
+        ErrorHandler().record_exception(error)  # for the summary of torchrun
+        reason = traceback.format_exc()
+        if isinstance(error, SystemExit):  # of sys.exit("text"): one line is enough
+            reason = error.code
         print(f"error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        # The others fail as soon as this rank is gone. The summary shows who failed in
+        # the earliest second: so let one pass.
         time.sleep(1.1)
     finally:
         os._exit(1)
@@ -579,15 +591,15 @@ def all_gather(value):
     return values
 
 
-def check_alike(facts):
+def check_alike(settings):
     """End all ranks if their {name: value} differ: they would hang, or train nonsense.
 
     All ranks call it.
     """
-    everyone = all_gather((socket.gethostname(), facts))
-    host0, facts0 = everyone[0]
+    everyone = all_gather((socket.gethostname(), settings))
+    host0, settings0 = everyone[0]
     for rank, (host, other) in enumerate(everyone):
-        for name, value in facts0.items():
+        for name, value in settings0.items():
             if other.get(name) != value:
                 here = f"{other.get(name)} on rank {rank} ({host})"
                 sys.exit(f"{name} is {here}, but {value} on rank 0 ({host0})")
@@ -597,9 +609,9 @@ class StopSignal:
     """stop() tells whether any rank has got a signal to stop: Ctrl-C is SIGINT.
 
     All ranks call it after each step, and get the same answer: so they stop at the same
-    step. It also finds a dead rank before this one waits for it on the GPU.
-    Ctrl-\\ does not wait for a step, and ends at once. torchrun hands on all of these
-    but SIGUSR1, and kills the ranks after 30 s: run_single.sh changes both.
+    step. A stop during an evaluation waits for its end, and for one step more.
+    Ctrl-\\ ends the run at once, unsaved. torchrun hands on all of these but SIGUSR1,
+    and kills the ranks after 30 s: see its --signals-to-handle and --shutdown-timeout.
     """
 
     NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -616,7 +628,7 @@ class StopSignal:
 
     def __call__(self):
         """The number of the signal, or 0. All ranks call it."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+        if dist.is_torchelastic_launched() and os.getppid() != self.parent:
             # torchrun was killed. Nobody would look after this rank.
             self.received = signal.SIGTERM
         flag = torch.tensor(int(self.received))
@@ -642,7 +654,7 @@ def write_whole(path, content):
         sys.exit(f"cannot save {path} (the old one is intact): {error}")
 
 
-def lock(path, wait=30):
+def lock(path, wait=10):
     """An open file that no other process has locked, or SystemExit.
 
     wait: seconds. A run that was just killed may need some to end.
@@ -664,6 +676,7 @@ class Checkpoint:
     """checkpoint.pt in a folder, to resume from. All ranks construct it.
 
     parts: {name: anything with state_dict() and load_state_dict()}.
+    A part cannot have the name of a plain value: step, epoch, facts, time, ...
     facts: {name: value} in which a run and its checkpoint must be alike.
     """
 
@@ -680,35 +693,38 @@ class Checkpoint:
             sys.exit(f"the folder {folder}: {error}")
 
     def save(self, step, **values):
-        """Write all parts, the step, and other plain values. Rank 0 alone calls it."""
+        """Write all parts, and values that are plain Python. Rank 0 alone calls it."""
         content = {name: part.state_dict() for name, part in self.parts.items()}
-        # The time tells which of two files is the newest.
+        # The time tells apart two files of the same step.
         content.update(values, step=step, facts=self.facts, time=time.time())
         write_whole(self.path, content)
 
     def resume(self):
-        """Load the newest checkpoint that any rank finds. All ranks call it.
+        """Load the checkpoint of any rank that has the most steps. All ranks call it.
 
         Returns its plain values, or {} if there is none.
         """
         content = self.read()
-        found = all_gather(content.get("time", 0))
-        newest = max(found)
-        if newest == 0:
+        found = all_gather((content.get("step", 0), content.get("time", 0)))
+        best = max(found)
+        if best[0] == 0:
             return {}
-        if min(found) < newest:
+        if min(found) < best:
             # Without a shared disk the nodes have different files, or none. One rank
-            # that has the newest sends it to all.
+            # that has the best one sends it to all.
             box = [content]
-            dist.broadcast_object_list(box, src=found.index(newest))
+            dist.broadcast_object_list(box, src=found.index(best))
             content = box[0]
         for name, value in self.facts.items():
             old = content["facts"].get(name)
             if old != value:
                 where = f"{self.path} has {name} {old}, not {value}"
                 sys.exit(f"{where}: take another --out")
-        for name, part in self.parts.items():
-            part.load_state_dict(content.pop(name))
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(content.pop(name))
+        except (KeyError, RuntimeError, ValueError) as error:
+            sys.exit(f"{self.path} cannot be loaded into this model: {error!r:.300}")
         return content
 
     def read(self):
@@ -719,6 +735,7 @@ class Checkpoint:
             with zipfile.ZipFile(self.path) as archive:
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
+            # mmap: not all of it is in memory. A save makes a new file beside this one.
             return torch.load(self.path, "cpu", weights_only=True, mmap=True)
         except Exception as error:  # zipfile, pickle and torch raise all kinds
             sys.exit(f"{self.path} cannot be loaded: {error!r:.200}")
@@ -758,7 +775,21 @@ class Log:
 # A resumed run must have the same values of these as its checkpoint.
 SAME_AS_CHECKPOINT = "seed layers heads dim seq_len".split()
 # The ranks must have the same values of all options but these.
-MAY_DIFFER_BETWEEN_RANKS = "--data --out --device --workers --local_rank".split()
+MAY_DIFFER_BETWEEN_RANKS = "data out device workers local_rank".split()
+
+
+def settings_of(args, world, data_text):
+    """{name: text} of what all ranks must have alike.
+
+    A resumed run says which of them have changed since the checkpoint.
+    """
+    settings = {"the data": data_text, "the device": world.device.type}
+    settings["torch"] = str(torch.__version__)
+    settings["the program"] = str(zlib.crc32(Path(__file__).read_bytes()))
+    for name, value in vars(args).items():
+        if name not in MAY_DIFFER_BETWEEN_RANKS:
+            settings[f"--{name}"] = str(value)
+    return settings
 
 
 def parse_args(argv=None):
@@ -773,34 +804,20 @@ def parse_args(argv=None):
     add("--dropout", type=share, default=0.0, help="dropout probability")
     add("--out", default="out", help="folder of the checkpoint; resumes there")
     add("--epochs", type=positive_int, default=3, help="passes over the data")
-    add(
-        "--max_steps",
-        type=positive_int,
-        help="end after so many; --lr follows --epochs",
-    )
+    add("--max_steps", type=positive_int, help="end sooner; --lr follows --epochs")
     add("--batch_size", type=positive_int, default=32, help="samples of a rank's batch")
     add("--accum", type=positive_int, default=1, help="batches per optimizer step")
     add("--lr", type=positive_float, default=2e-3, help="highest learning rate")
     add("--warmup", type=share, default=0.05, help="share of the run with rising rate")
     add("--grad_clip", type=positive_float, default=1.0, help="1e9: no clipping")
-    add(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="fp32 is TF32 on GPUs",
-    )
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="GPUs use TF32")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--workers", type=natural_int, default=0, help="loading processes per rank")
     add("--seed", type=int, default=0, help="of weights, order and dropout")
     add("--log_every", type=positive_int, default=20, help="steps")
     add("--eval_every", type=positive_int, help="steps; also after each epoch")
     add("--save_every", type=positive_int, default=100, help="steps")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: GPU, else CPU",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPU")
     add("--timeout", type=positive_int, default=600, help="seconds to wait for a rank")
     # The old launcher, torch.distributed.launch, passes this. It is not used.
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -841,7 +858,7 @@ def main(argv=None):
     args = parse_args(argv)
     with distributed(args.device, args.timeout) as world:
         stopped_by = train(args, world)
-    if stopped_by and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if stopped_by and not dist.is_torchelastic_launched():
         sys.exit(128 + stopped_by)
 
 

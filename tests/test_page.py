@@ -3,6 +3,7 @@
 Each command in it exists, each program in it runs, each test that it names is there.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -11,9 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ddp_train
-from test_ddp_train import TINY, assert_same_bits, free_port, launch, torchrun, train
+from test_ddp_train import (
+    TINY,
+    assert_same_bits,
+    end_all,
+    fork_ranks,
+    free_port,
+    in_ranks,
+    launch,
+    torchrun,
+    train,
+)
 
 HERE = Path(__file__).resolve().parent.parent
 PAGE = (HERE / "README.md").read_text()
@@ -156,8 +168,6 @@ def scripts(tmp_path):
 
 def run_script(path, size, folder, code=0, stop_at=None, batch_size=16):
     """Run a script of the page in a folder of its own, in so many forked ranks."""
-    from test_ddp_train import end_all, fork_ranks
-
     folder.mkdir(exist_ok=True)
     text = (
         path.read_text()
@@ -218,6 +228,89 @@ def test_resumed_script_has_the_same_bits(scripts, tmp_path, stop_at):
     said = "".join(first + second)
     for epoch in range(3):
         assert said.count(f"epoch {epoch}: ") == 1
+
+
+def inline(beginning):
+    """The code in the text of the page that begins so."""
+    (code,) = re.findall(f"`({re.escape(beginning)}[^`]*)`", PAGE)
+    return code
+
+
+@pytest.mark.processes
+def test_early_stopping_survives_a_stop_and_a_second_start(scripts, tmp_path):
+    """As the paragraph says, in resumed.py. The loss must get better by a tenth."""
+    script = scripts / "resumed.py"
+    text = script.read_text()
+    save = inline("checkpoint.save(step, epoch=epoch + 1")
+    kept = save[save.index(", best") :]
+    better = "mean['loss'] < 0.9 * best"
+    for old, new in (
+        ('"start": 0}', '"start": 0, "best": 1e9, "bad_epochs": 0}'),
+        (", start = state", ", start, best, bad_epochs = state"),
+        ('state["start"]', 'state["start"], state["best"], state["bad_epochs"]'),
+        (" 3):\n", f" 30):\n        {inline('if bad_epochs')}\n"),
+        (
+            "        if world.rank == 0:\n            print",
+            f"        bad_epochs = 0 if {better} else bad_epochs + 1\n"
+            "        best = min(best, mean['loss'])\n"
+            "        if world.rank == 0:\n            print",
+        ),
+        ("start=start)", f"start=start{kept}"),
+        ("checkpoint.save(step, epoch=epoch + 1, start=0)", save),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script.write_text(text)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = run_script(script, 2, whole, stop_at=-1)[0]
+    run_script(script, 2, parts, stop_at=40)
+    run_script(script, 2, parts, stop_at=-1)
+    assert_same_bits(whole / "out", parts / "out")
+    assert 4 <= said.count("epoch ") < 30
+    assert run_script(script, 2, parts, stop_at=-1) == ["", ""]
+    assert_same_bits(whole / "out", parts / "out")
+
+
+@pytest.mark.processes
+def test_mean_over_tokens_is_that_of_one_process():
+    """Of four sequences with other lengths, on one and on two ranks."""
+
+    def gradient():
+        with ddp_train.distributed("cpu") as world:
+            torch.manual_seed(0)
+            model = nn.Linear(1, 1)
+            ddp = ddp_train.DistributedDataParallel(model) if world.size > 1 else model
+            x = torch.arange(80.0).view(4, 20, 1)[world.rank :: world.size]
+            lengths = torch.tensor([3, 9, 5, 20])[world.rank :: world.size, None]
+            mask = torch.arange(20) < lengths
+            loss_sum = (ddp(x).squeeze(2).square() * mask).sum()
+            names = {"dt": ddp_train, "world": world, "mask": mask}
+            names["loss_sum"] = loss_sum
+            exec(inline("tokens = "), names)
+            exec(inline("(loss_sum"), names)
+            return torch.cat([model.weight.grad.flatten(), model.bias.grad])
+
+    one, two = in_ranks(1, gradient)[0], in_ranks(2, gradient)
+    for found in two:
+        torch.testing.assert_close(found, one)
+
+
+@pytest.mark.processes
+def test_ranks_end_a_stream_together():
+    """Of 11 items rank 0 has six, rank 1 five: two full batches each."""
+
+    def read():
+        with ddp_train.distributed("cpu") as world:
+            mine = iter(range(world.rank, 11, world.size))
+            batches = []
+            while True:
+                batch = list(itertools.islice(mine, 2))
+                names = {"dt": ddp_train, "has_batch": len(batch) == 2}
+                if eval(inline("if min(dt.all_gather").split(":")[0][3:], names):
+                    return batches
+                batches.append(batch)
+
+    assert in_ranks(2, read) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
 @pytest.mark.processes
