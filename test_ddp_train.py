@@ -1546,16 +1546,22 @@ def test_sys_exit_0_of_all_ranks_is_orderly(tiny):
 
 @processes
 def test_ddp_may_outlive_the_block():
-    """The same. Its end is that of the group, and waits for gloo's threads."""
+    """The same. Its end is that of the group, and waits for gloo's threads.
+
+    On one core these still work then. A wrong program hangs in 8 of 10 runs: so three.
+    """
 
     def run():
+        if hasattr(os, "sched_setaffinity"):  # not on macOS
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         sys.setswitchinterval(DEADLINE)
         with ddp_train.distributed("cpu") as world:
             ddp = ddp_train.DistributedDataParallel(nn.Linear(1, 1))
             ddp(torch.ones(1, 1)).sum().backward()
         return world.rank
 
-    assert in_ranks(2, run) == [0, 1]
+    for _ in range(3):
+        assert in_ranks(4, run) == [0, 1, 2, 3]
 
 
 @processes
