@@ -245,8 +245,8 @@ def train_loader(dataset, batch_size, world, seed=0, workers=0, **options):
     than a batch for each rank. It waits for another epoch, which has another order.
     world: a World, see PROCESSES. options: others of DataLoader, such as collate_fn.
     """
-    # A DataLoader draws a seed for its loading processes when it begins. With this
-    # generator each rank has another one, and the model's random numbers do not change.
+    # A DataLoader draws a seed for its loading processes when it begins. It takes it
+    # from this generator, so the random numbers of the model do not change.
     generator = torch.Generator().manual_seed(seed_of(seed, world.rank))
     return Loader(
         dataset,
@@ -434,6 +434,8 @@ def train(args, world):
         if batches is None:
             # DDP: without set_epoch() every epoch would have the same order.
             loader.sampler.set_epoch(epoch, start)
+            # Loading processes get new random numbers, also after a resume.
+            loader.generator.manual_seed(seed_of(args.seed, step, world.rank))
             batches = iter(loader)
         if not losses:
             interval_began = time.perf_counter()
@@ -516,8 +518,8 @@ def distributed(device="auto", timeout=600):
         raise
     finally:
         Loader.kill_processes()
-        # gloo's threads need Python's lock (GIL) when they free what they have sent. If
-        # this thread held it, and waited for them, both would wait for ever.
+        # Let gloo's threads end their work, for which they need Python's lock (GIL). A
+        # DDP object that is freed later holds the lock, and waits for these threads.
         time.sleep(0.1)
         # DDP: without it NCCL complains, and the exit may hang.
         dist.destroy_process_group()
@@ -610,8 +612,8 @@ class StopSignal:
 
     All ranks call it after each step, and get the same answer: so they stop at the same
     step. A stop during an evaluation waits for its end, and for one step more.
-    Ctrl-\\ ends the run at once, unsaved. torchrun hands on all of these but SIGUSR1,
-    and kills the ranks after 30 s: see its --signals-to-handle and --shutdown-timeout.
+    torchrun hands on all of these but SIGUSR1, and kills the ranks after 30 s: see its
+    --signals-to-handle and --shutdown-timeout.
     """
 
     NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -736,7 +738,10 @@ class Checkpoint:
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
             # mmap: not all of it is in memory. A save makes a new file beside this one.
-            return torch.load(self.path, "cpu", weights_only=True, mmap=True)
+            content = torch.load(self.path, "cpu", weights_only=True, mmap=True)
+            if not {"step", "time", "facts"} <= set(content):
+                raise ValueError("another program has written it")
+            return content
         except Exception as error:  # zipfile, pickle and torch raise all kinds
             sys.exit(f"{self.path} cannot be loaded: {error!r:.200}")
 

@@ -430,6 +430,15 @@ def test_damaged_file_is_refused(saved):
     try_damaged_files(saved, count=30, seed=1)
 
 
+@pytest.mark.parametrize("content", [{"model": 1}, {"step": 7}, [1], torch.zeros(2)])
+def test_file_of_another_program_is_refused(out, content):
+    """It would be overwritten otherwise."""
+    checkpoint = checkpoint_of(out, 0)
+    torch.save(content, out / "checkpoint.pt")
+    with refuses("cannot be loaded: ", "another program"):
+        checkpoint.read()
+
+
 class Bomb:
     def __reduce__(self):
         return os.mkdir, ("exploded",)
@@ -1662,6 +1671,29 @@ class Draws:
         assert blocked >= set(StopSignal.NUMBERS)
         assert os.getpid() == IMPORTED_BY
         return i, torch.rand(1).item()
+
+
+@processes
+def test_loading_processes_get_new_random_numbers_when_they_start(tiny):
+    """Of two starts, the first of which ends in mid-epoch, on two ranks."""
+
+    def seeds():
+        seen = []
+        begin = ddp_train.Loader.__iter__
+
+        def note(loader):
+            if loader.generator is not None:  # not in an evaluation
+                seen.append(loader.generator.initial_seed())
+            return begin(loader)
+
+        ddp_train.Loader.__iter__ = note
+        main(*tiny, "--max_steps", 4)
+        main(*tiny, "--epochs", 2)
+        return seen
+
+    first, second = in_ranks(2, seeds)
+    assert len(first) == len(second) == 3
+    assert len({*first, *second}) == 6
 
 
 @processes
