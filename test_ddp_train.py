@@ -1111,10 +1111,13 @@ class Swap(nn.Module):
 
 
 @processes
-def test_batch_norm_is_evaluated_as_it_is_saved(tiny, out, data, monkeypatch):
+@pytest.mark.parametrize("batch_size", [1, 4])  # with 4 rank 1 has none to evaluate
+def test_batch_norm_is_evaluated_as_it_is_saved(
+    tiny, out, data, monkeypatch, batch_size
+):
     """In mid-run, at the end and after a resume. Each rank has means of its own."""
     monkeypatch.setattr(sys, "argv", ["", str(out)])
-    options = [*tiny, "--eval_every", 3]  # rank 1 has no batch to evaluate
+    options = [*tiny, "--batch_size", batch_size, "--eval_every", 3]
     train(2, *options, "--max_steps", 7, patch=batch_norm)
     train(2, *options, "--max_steps", 12, patch=batch_norm)
     args = parse(*TINY, "--data", data)
