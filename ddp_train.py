@@ -7,7 +7,7 @@
     python ddp_train.py                                     one process, CPU or GPU
     torchrun --standalone --nproc_per_node=4 ddp_train.py   four processes, four GPUs
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=HOST ddp_train.py
-        two machines; on the other one with --node_rank=1
+        two machines; HOST is the first one, the other one has --node_rank=1
 
 --batch_size is that of one rank: four ranks take four times as many samples in a step.
 
@@ -36,7 +36,8 @@ What you can expect, on Linux and macOS:
   - The same global batch gives the same numbers, up to rounding, on any number of ranks
     and with any --accum. Dropout and batch norm do not: they see the batch of one rank.
   - A resumed run has the same bits as one that was never stopped, on CPUs with one or
-    two ranks. With more, DDP adds in another order: the same up to rounding.
+    two ranks. With more, DDP adds in another order: the same up to rounding. Random
+    numbers that loading processes draw (--workers) are others after a resume.
 """
 
 import argparse
@@ -62,8 +63,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Its functions have the process group as a default argument. DDP would import it when
-# there is a group already: they would hold that, and gloo's threads, until the end.
+# DDP imports this later. But if a process group exists already, its functions keep the
+# group, and the threads of the group, until the process ends. So it is imported here.
 import torch.distributed.nn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -127,7 +128,10 @@ def build_model(args):
 
 
 def compute_loss(model, batch):
-    """The mean over the samples of the batch. Training minimizes it."""
+    """The mean over the samples of the batch. Training minimizes it.
+
+    The model may be wrapped in DDP. So call only model(...), and none of its methods.
+    """
     x, y = batch
     logits = model(x)
     return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten().long())
@@ -206,7 +210,7 @@ class ResumableSampler(DistributedSampler):
     def __iter__(self):
         generator = torch.Generator().manual_seed(seed_of(self.seed, self.epoch))
         order = torch.randperm(len(self.dataset), generator=generator)
-        # DDP: each rank takes its own samples, and all ranks take as many.
+        # DDP: each rank takes its own samples, and as many as the others.
         mine = order[self.start + self.rank :: self.num_replicas]
         return iter(mine[: len(self)].tolist())
 
@@ -239,7 +243,7 @@ class Loader(DataLoader):
 
 
 def train_loader(dataset, batch_size, world, seed=0, workers=0, **options):
-    """This rank's share of an epoch, in full batches. All ranks have as many.
+    """This rank's share of an epoch, in full batches, as many as on the other ranks.
 
     Before each epoch call loader.sampler.set_epoch(epoch). What is left over is less
     than a batch for each rank. It waits for another epoch, which has another order.
@@ -314,8 +318,8 @@ def train_step(ddp, batches, optimizer, autocast, args, world):
         with contextlib.nullcontext() if sync else ddp.no_sync():
             with autocast:
                 loss = compute_loss(ddp, batch)
-            # DDP: backward() averages the gradients over the ranks. Each rank has as
-            # many samples, so this is the mean over all samples of the step.
+            # DDP: backward() averages the gradients over the ranks. All have the same
+            # number of samples, so this is the mean over all samples of the step.
             (loss / args.accum).backward()
         loss_sum += loss.detach().float()
     grad_norm = nn.utils.clip_grad_norm_(ddp.parameters(), args.grad_clip)
@@ -503,9 +507,9 @@ class World:
 def distributed(device="auto", timeout=600):
     """`with distributed() as world:` around all that the ranks do together.
 
-    They leave the block together, also if all call sys.exit(0). One of several ranks
-    that fails ends at once, and no exit hook runs: an ordinary exit may wait for the
-    other ranks, and these wait for it. torchrun then ends them.
+    They leave the block together; or all call sys.exit(0), an orderly end, too. One of
+    several ranks that fails ends at once, and no exit hook runs: an ordinary exit may
+    wait for the other ranks, and these wait for it. torchrun then ends them.
     """
     world = init_distributed(device, timeout)
     try:
@@ -534,8 +538,8 @@ def end_this_rank(world, error):
             reason = error.code
         print(f"error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # The others fail as soon as this rank is gone. The summary shows who failed in
-        # the earliest second: so let one pass.
+        # The others fail as soon as this rank is gone. The summary shows who was first,
+        # but counts whole seconds: so let more than one pass.
         time.sleep(1.1)
     finally:
         os._exit(1)
