@@ -34,10 +34,11 @@ what has changed. To begin a new run, give another --out.
 What you can expect, on Linux and macOS:
 
   - The same global batch gives the same numbers, up to rounding, on any number of ranks
-    and with any --accum. Dropout and batch norm do not: they see the batch of one rank.
+    and with any --accum. Not with dropout (each rank draws its own) or batch norm (it
+    sees the batch of one rank).
   - A resumed run has the same bits as one that was never stopped, on CPUs with one or
-    two ranks. With more, DDP adds in another order: the same up to rounding. Random
-    numbers that loading processes draw (--workers) are others after a resume.
+    two ranks. With more it is the same up to rounding. Random numbers that loading
+    processes draw (--workers) are others after a resume.
 """
 
 import argparse
@@ -63,8 +64,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# DDP imports this later. But if a process group exists already, its functions keep the
-# group, and the threads of the group, until the process ends. So it is imported here.
+# DDP imports this. It keeps the process group of that moment, and the threads of the
+# group, which may crash the exit. So it is imported now, before there is a group.
 import torch.distributed.nn
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -130,7 +131,7 @@ def build_model(args):
 def compute_loss(model, batch):
     """The mean over the samples of the batch. Training minimizes it.
 
-    The model may be wrapped in DDP. So call only model(...), and none of its methods.
+    The model may be wrapped in DDP, which works only if it is called: model(...).
     """
     x, y = batch
     logits = model(x)
@@ -138,7 +139,7 @@ def compute_loss(model, batch):
 
 
 def score(model, batch):
-    """Sums over the batch, and their count. evaluate() adds all up, and divides."""
+    """Sums over the samples, and "count", their number. evaluate() divides the two."""
     x, _ = batch
     loss_sum = compute_loss(model, batch) * len(x)
     bits = loss_sum / math.log(2)
@@ -192,10 +193,9 @@ def load_data(args):
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that can begin in mid-epoch, on any number of ranks.
 
-    Its parent keeps the arguments; the order is its own. Seed and epoch decide it, and
-    the ranks take turns in it: of 2 ranks, rank 0 takes the places 0, 2, 4 and so on,
-    rank 1 takes 1, 3, 5. So what all ranks have done is always one stretch, from the
-    first place on.
+    Seed and epoch decide the order, and the ranks take turns in it: of 2 ranks, rank 0
+    takes the places 0, 2, 4 and so on, rank 1 takes 1, 3, 5. So what all ranks together
+    have done is always the beginning of the order.
     """
 
     start = 0  # how many samples of the epoch are done, by all ranks together
@@ -225,7 +225,7 @@ class Loader(DataLoader):
     def __iter__(self):
         if self.num_workers == 0:
             return super().__iter__()
-        # Python's own helper process comes first, because its start unblocks signals.
+        # Python starts a helper process first, and that unblocks signals: so do it now.
         multiprocessing.resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
         batches = super().__iter__()
@@ -235,7 +235,7 @@ class Loader(DataLoader):
     @staticmethod
     def kill_processes():
         """Python would end them with SIGTERM, which is blocked."""
-        # The handler of torch would raise an error, because they were killed.
+        # torch watches them, and would raise an error because they were killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in multiprocessing.active_children():
             if process.daemon:  # as all of a DataLoader are
@@ -313,7 +313,8 @@ def train_step(ddp, batches, optimizer, autocast, args, world):
     loss_sum = 0.0
     for i in range(args.accum):
         batch = to_device(next(batches), world.device)
-        # DDP: with several batches it is enough to average over the ranks in the last.
+        # DDP: of several batches the last one averages what all of them have added up.
+        # A process alone has no DDP.
         sync = i == args.accum - 1 or world.size == 1
         with contextlib.nullcontext() if sync else ddp.no_sync():
             with autocast:
@@ -337,8 +338,8 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     have one batch less than another, DDP might wait for ever.
     """
     if world.size > 1:
-        # DDP copies the running means of batch norm from rank 0 before each step. After
-        # it they differ. Those of rank 0 are saved, so they are evaluated.
+        # Each rank has running means of batch norm of its own. Those of rank 0 are
+        # saved, so those are evaluated.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
     modes = [(module, module.training) for module in model.modules()]
@@ -349,7 +350,7 @@ def evaluate(model, score_fn, loader, world, autocast=None):
             scores.append(score_fn(model, to_device(batch, world.device)))
     for module, was_training in modes:
         module.training = was_training
-    sums = collections.Counter()  # update() adds
+    sums = collections.Counter()  # its update() adds
     for score_of_batch in scores:  # only now, so that the GPU is not waited for before
         sums.update({name: float(value) for name, value in score_of_batch.items()})
     totals = collections.Counter()
@@ -400,9 +401,9 @@ def train(args, world):
     val_loader = eval_loader(val_set, args.batch_size, world, args.workers)
 
     parts = {"model": model, "optimizer": optimizer}
-    facts = {name: getattr(args, name) for name in SAME_AS_CHECKPOINT}
-    facts["the data"] = data_text
-    checkpoint = Checkpoint(args.out, parts, facts, world)
+    must_match = {name: getattr(args, name) for name in SAME_AS_CHECKPOINT}
+    must_match["the data"] = data_text
+    checkpoint = Checkpoint(args.out, parts, must_match, world)
     log = Log(args.out, world)
     state = checkpoint.resume()
     step = state.get("step", 0)  # optimizer steps that are done
@@ -423,7 +424,7 @@ def train(args, world):
     log.say(f"an epoch: {n} samples, {step_samples} a step, {left_over} left over")
     log.say(f"from step {step} to {last_step}")
     if step > 0 and (state["to_evaluate"] or step >= last_step):
-        # The run may have been ended before this evaluation.
+        # An evaluation comes after its save. The run may have ended between them.
         means = evaluate(model, score, val_loader, world, autocast)
         log.write(step, **means)
 
@@ -438,7 +439,7 @@ def train(args, world):
         if batches is None:
             # DDP: without set_epoch() every epoch would have the same order.
             loader.sampler.set_epoch(epoch, start)
-            # Loading processes get new random numbers, also after a resume.
+            # Loading processes draw other random numbers each time that they begin.
             loader.generator.manual_seed(seed_of(args.seed, step, world.rank))
             batches = iter(loader)
         if not losses:
@@ -458,13 +459,13 @@ def train(args, world):
 
         epoch_ended = n - start < step_samples
         to_evaluate = epoch_ended or step == last_step or is_due(step, args.eval_every)
-        stopping = stop()
+        stopping = stop()  # all ranks ask, and get the same answer
         saving = stopping or to_evaluate or is_due(step, args.save_every)
         # A save comes with a log line, because that finds out whether all is finite.
         # In other steps the CPU does not wait for the GPU.
         if saving or is_due(step, args.log_every):
             loss = torch.stack(losses).mean().cpu().double()
-            dist.all_reduce(loss)  # DDP: the sum over all ranks
+            dist.all_reduce(loss)  # DDP: the sum over all ranks, by gloo
             loss = loss.item() / world.size
             grad_norm = torch.stack(grad_norms).max().item()
             if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -482,7 +483,7 @@ def train(args, world):
         if stopping and step < last_step:
             log.say(f"stopped by signal {stopping}, saved at step {step}")
             return stopping
-        if to_evaluate:  # after the save: if it is killed here, no step is lost
+        if to_evaluate:
             means = evaluate(model, score, val_loader, world, autocast)
             log.write(step, **means)
     log.say(f"done: step {step}, saved in {checkpoint.path}")
@@ -522,8 +523,8 @@ def distributed(device="auto", timeout=600):
         raise
     finally:
         Loader.kill_processes()
-        # Let gloo's threads end their work, for which they need Python's lock (GIL). A
-        # DDP object that is freed later holds the lock, and waits for these threads.
+        # gloo's threads need Python's lock (GIL) to end their work. If a DDP object is
+        # freed before they have, it holds the lock and waits for them: a hang.
         time.sleep(0.1)
         # DDP: without it NCCL complains, and the exit may hang.
         dist.destroy_process_group()
@@ -538,8 +539,8 @@ def end_this_rank(world, error):
             reason = error.code
         print(f"error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # The others fail as soon as this rank is gone. The summary shows who was first,
-        # but counts whole seconds: so let more than one pass.
+        # The others fail as soon as this rank is gone. torchrun names who failed first,
+        # but counts whole seconds: so stay for more than one.
         time.sleep(1.1)
     finally:
         os._exit(1)
@@ -584,7 +585,7 @@ def choose_device(name, size):
     gpus = torch.accelerator.device_count()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= gpus:
-        # If each process sees its own GPU alone, set LOCAL_RANK=0 for all.
+        # Slurm may show each process one GPU alone: then set LOCAL_RANK=0 for all.
         sys.exit(f"local rank {local_rank}, but {gpus} GPUs: start fewer processes")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
@@ -672,7 +673,7 @@ def lock(path, wait=10):
             return file
         except (BlockingIOError, PermissionError):
             time.sleep(1)
-        except OSError as error:
+        except OSError as error:  # some network disks have no locks
             print(f"warning: {path} cannot be locked: {error}", file=sys.stderr)
             return file
     sys.exit(f"the folder {path.parent} is in use by another run")
@@ -682,14 +683,14 @@ class Checkpoint:
     """checkpoint.pt in a folder, to resume from. All ranks construct it.
 
     parts: {name: anything with state_dict() and load_state_dict()}.
-    A part cannot have the name of a plain value: step, epoch, facts, time, ...
-    facts: {name: value} in which a run and its checkpoint must be alike.
+    A part cannot have the name of a plain value: step, epoch, must_match, time, ...
+    must_match: {name: value}. A checkpoint with other values is refused.
     """
 
-    def __init__(self, folder, parts, facts, world):
+    def __init__(self, folder, parts, must_match, world):
         self.path = Path(folder) / "checkpoint.pt"
         self.parts = parts
-        self.facts = facts
+        self.must_match = must_match
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
@@ -701,12 +702,12 @@ class Checkpoint:
     def save(self, step, **values):
         """Write all parts, and values that are plain Python. Rank 0 alone calls it."""
         content = {name: part.state_dict() for name, part in self.parts.items()}
-        # The time tells apart two files of the same step.
-        content.update(values, step=step, facts=self.facts, time=time.time())
+        # Two nodes may have files of the same step: the time tells which is newer.
+        content.update(values, step=step, must_match=self.must_match, time=time.time())
         write_whole(self.path, content)
 
     def resume(self):
-        """Load the checkpoint of any rank that has the most steps. All ranks call it.
+        """Load the checkpoint with the most steps that any rank has. All ranks call it.
 
         Returns its plain values, or {} if there is none.
         """
@@ -721,8 +722,8 @@ class Checkpoint:
             box = [content]
             dist.broadcast_object_list(box, src=found.index(best))
             content = box[0]
-        for name, value in self.facts.items():
-            old = content["facts"].get(name)
+        for name, value in self.must_match.items():
+            old = content["must_match"].get(name)
             if old != value:
                 where = f"{self.path} has {name} {old}, not {value}"
                 sys.exit(f"{where}: take another --out")
@@ -741,9 +742,9 @@ class Checkpoint:
             with zipfile.ZipFile(self.path) as archive:
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
-            # mmap: not all of it is in memory. A save makes a new file beside this one.
+            # mmap: not all of it is in memory. A later save does not change this file.
             content = torch.load(self.path, "cpu", weights_only=True, mmap=True)
-            if not {"step", "time", "facts"} <= set(content):
+            if not {"step", "time", "must_match"} <= set(content):
                 raise ValueError("another program has written it")
             return content
         except Exception as error:  # zipfile, pickle and torch raise all kinds

@@ -308,9 +308,9 @@ class Part:
         self.state = state
 
 
-def checkpoint_of(folder, state, **facts):
+def checkpoint_of(folder, state, **must_match):
     part = Part(state=state, weights=torch.arange(5000.0))
-    return ddp_train.Checkpoint(folder, {"part": part}, facts, ALONE)
+    return ddp_train.Checkpoint(folder, {"part": part}, must_match, ALONE)
 
 
 @pytest.fixture
@@ -1501,8 +1501,8 @@ def test_ranks_that_differ_are_named_on_all(tiny, tmp_path, name):
 @processes
 def test_ranks_compare_all_that_must_be_alike(tiny):
     def run():
-        def compare(facts):
-            sys.exit(json.dumps(list(facts)))
+        def compare(must_match):
+            sys.exit(json.dumps(list(must_match)))
 
         ddp_train.check_alike = compare
         main(*tiny)
