@@ -680,6 +680,8 @@ def be_a_rank(function, variables, log):
         os.dup2(output, 2)
         sys.stdout = open(1, "w", closefd=False)
         sys.stderr = open(2, "w", closefd=False)
+        # A fork makes a pool of threads of its own. If two threads do, torch aborts.
+        torch.set_num_threads(1)
         variables["STARTED_BY"] = log
         os.environ.update({name: str(value) for name, value in variables.items()})
         value = function()
