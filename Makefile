@@ -9,7 +9,7 @@ PYTEST = $(VENV_PYTHON) -m pytest -q
 
 .PHONY: help setup setup-tests train train-1gpu train-4gpu train-cpu train-multi-node
 .PHONY: test test-fast test-recipes test-long test-the-tests test-gpu lint
-.PHONY: bench bench-wire clean
+.PHONY: bench bench-wire figures refresh-recipes clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
@@ -57,6 +57,9 @@ test-recipes: setup-tests ## run each recipe on two ranks
 	$(VENV_PYTHON) -m pip install -q -r recipes/requirements.txt
 	$(PYTEST) -m recipes $(ARGS) tests
 
+refresh-recipes: setup ## make the diffs anew, after ddp_train.py was changed
+	$(VENV_PYTHON) recipes/refresh.py
+
 test-long: setup-tests ## 100 kills, 1,000 damaged checkpoints, 20 clean exits
 	$(PYTEST) -s -m long $(ARGS)
 
@@ -76,6 +79,10 @@ bench: setup ## speed against the bare loop, on this machine
 
 bench-wire: setup ## speed over 100 Mbit/s between two hosts (root, Linux, ip and tc)
 	$(VENV_PYTHON) benchmarks/bench_wire.py $(ARGS)
+
+figures: setup ## draw benchmarks/figures from runs on the CPU: some two minutes
+	$(VENV_PYTHON) -m pip install -q -r benchmarks/requirements.txt
+	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and the tests made; checkpoints stay
 	rm -rf .venv __pycache__ */__pycache__ .ruff_cache

@@ -10,9 +10,15 @@
 #   NNODES          the number of nodes (2). 1:2 is elastic: the job survives lost nodes
 #   NODE_RANK       0 on the host node, then 1, 2, ... (needed only with NAT or Docker)
 #   NPROC_PER_NODE  the number of processes on this node (one for each GPU, or 1)
-#   MAX_RESTARTS    how often failed processes are started again (0; 3 if elastic)
+#   MAX_RESTARTS    how often failed processes are started again (0; 3 if elastic; not
+#                   with NODE_RANK, not with Slurm)
 #   RDZV_TIMEOUT    how many seconds a node waits for the others (600)
 #   DRY_RUN=1       print the command and stop
+# Rank 0 prints and saves. Without NODE_RANK it is on the node whose address comes first
+# as text: 10.0.0.10 before 10.0.0.9. The first line of the run names its host.
+# Elastic jobs get --timeout 300: with torch.compile a first step may take minutes. A node
+# whose processes die is missed after half a minute, but one that loses its power or its
+# network only some 20 s after --timeout. You may give another --timeout.
 set -e
 fail() { echo "run_multi_node.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")
@@ -46,30 +52,41 @@ MASTER_PORT=${MASTER_PORT:-29500}
 wait=${RDZV_TIMEOUT:-600}
 restarts=${MAX_RESTARTS:-0}
 [ -n "$MASTER_ADDR" ] || fail "MASTER_ADDR is not set: give the address of one node"
+for name in MASTER_PORT NPROC_PER_NODE RDZV_TIMEOUT MAX_RESTARTS; do
+  [[ "${!name}" =~ ^([1-9][0-9]*)?$ || "$name=${!name}" = MAX_RESTARTS=0 ]] ||
+    fail "$name=${!name} is not a possible number"
+done
+[ "$MASTER_PORT" -lt 65536 ] || fail "MASTER_PORT=$MASTER_PORT is above 65535"
 [[ "$NNODES" =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || fail "NNODES=$NNODES is not a number"
 if [ -n "$NODE_RANK" ]; then
   [[ "$NNODES" != *:* && "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] ||
     fail "NODE_RANK=$NODE_RANK does not fit NNODES=$NNODES: the first rank is 0"
+  # torchrun then keeps one store, and new processes meet the addresses of dead ones.
+  [ "$restarts" = 0 ] || fail "MAX_RESTARTS does not work with NODE_RANK or with Slurm"
 elif [[ "$NNODES" == *:* ]]; then
   restarts=${MAX_RESTARTS:-3}
-  # A node that vanishes is missed after --timeout seconds. That should be soon.
-  [[ " $*" == *" --timeout"* ]] || set -- "$@" --timeout 20
+  set -- --timeout 300 "$@"  # If there are two, the last one counts.
 fi
 
 # ---- The network: which address and which interface of this node lead to the others?
 # ---- torchrun and gloo would ask for the node's name. On Debian that is 127.0.1.1.
 look_around() {
   "$PYTHON" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK" <<'EOF'
-import fcntl, socket, struct, sys, torch
+import ctypes, fcntl, socket, struct, sys
+try:
+    import torch
+except ImportError as e:
+    sys.exit(f"run_multi_node.sh: {sys.executable}: {e}")
 name, port, node_rank = sys.argv[1:]
 udp = socket.socket(type=socket.SOCK_DGRAM)
+# 0x8912 is SIOCGIFCONF: all IPv4 addresses of this node, 40 bytes each.
+table = ctypes.create_string_buffer(40 * 1000)
+request = struct.pack("iP", len(table), ctypes.addressof(table))
+size, _ = struct.unpack("iP", fcntl.ioctl(udp, 0x8912, request))
 interfaces = {}
-for _, interface in socket.if_nameindex():
-    try:  # 0x8915 is SIOCGIFADDR: what is the IPv4 address of this interface?
-        reply = fcntl.ioctl(udp, 0x8915, struct.pack("256s", interface.encode()))
-        interfaces[socket.inet_ntoa(reply[20:24])] = interface
-    except OSError:
-        pass  # It has none.
+for i in range(0, size, 40):
+    label = table[i : i + 16].split(b"\0")[0].decode()
+    interfaces[socket.inet_ntoa(table[i + 20 : i + 24])] = label.split(":")[0]
 try:
     master = socket.gethostbyname(name)
     if master.startswith("127.") and not name.startswith(("127.", "localhost")):
@@ -114,7 +131,8 @@ echo "run_multi_node.sh: $(uname -n): $address on $interface leads to $MASTER_AD
 # ---- ranks save and stop. Then this shell puts the job back into the queue.
 trap 'signaled=yes' USR1
 trap : TERM
-# torch 2.9 cannot handle SIGUSR1: there it must ignore it.
+# torch 2.9 cannot handle SIGUSR1 and must ignore it. There the ranks save when the time
+# is over: Slurm sends SIGTERM, and kills them 30 seconds later.
 (trap '' USR1; exec "${command[@]}") || code=$?
 [ -z "$signaled" ] || [ "$NODE_RANK" != 0 ] || scontrol requeue "$SLURM_JOB_ID"
 exit "${code:-0}"

@@ -8,8 +8,13 @@
 set -e
 here=$(dirname "$0")
 PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}
-read -r gpus cores < <("$PYTHON" -c 'import torch
-print(torch.accelerator.device_count(), torch.get_num_threads())')
+found=$("$PYTHON" -c 'import sys
+try:
+    import torch
+except ImportError as e:
+    sys.exit(f"run_single.sh: {sys.executable}: {e}")
+print(torch.accelerator.device_count(), torch.get_num_threads())') || exit 2
+read -r gpus cores <<<"$found"
 case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 1))}
 case $NPROC in

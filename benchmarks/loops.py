@@ -12,7 +12,11 @@ def new_parts(args, world):
     model = ddp_train.build_model(args).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
     dataset = ddp_train.load_data(args)[0]
-    return model, optimizer, ddp_train.train_loader(dataset, args.batch_size, world)
+    return (
+        model,
+        optimizer,
+        ddp_train.train_loader(dataset, args.batch_size, world, args.seed),
+    )
 
 
 def bare(args, world):

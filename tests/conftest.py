@@ -1,3 +1,3 @@
-"""For pytest: the tests of this folder use the harness of test_ddp_train.py, too."""
+"""For pytest: the tests of this folder share the fixtures of harness.py."""
 
-from test_ddp_train import end_what_is_left, environment  # noqa: F401
+from harness import data, end_what_is_left, environment, out, saved, tiny  # noqa: F401

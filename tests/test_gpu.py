@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_train
-import test_ddp_train
-from test_ddp_train import before_step, boom, launch, load, metrics, send_this, torchrun
+import harness
+from harness import before_step, boom, launch, load, metrics, send_this, torchrun
 
 ON_CPU = bool(os.environ.get("TRY_ON_CPU"))
 GPUS = torch.cuda.device_count()
@@ -106,10 +106,10 @@ PATCHES = {
 @pytest.fixture(scope="module", autouse=True)
 def table():
     """More time for each process. At the end: what the tests have seen."""
-    before = test_ddp_train.DEADLINE
-    test_ddp_train.DEADLINE = 300
+    before = harness.DEADLINE
+    harness.DEADLINE = 300
     yield
-    test_ddp_train.DEADLINE = before
+    harness.DEADLINE = before
     gpu = torch.cuda.get_device_name() if GPUS else "no GPU"
     print(f"\n| {GPUS} x {gpu}, torch {torch.__version__} | | |\n| --- | --- | --- |")
     for row in ROWS:
@@ -277,7 +277,7 @@ def test_error_on_the_gpu(options, seen, patch):
 # ---- Speed ---------------------------------------------------------------------------
 @needs_gpu
 def test_bench(seen, monkeypatch):
-    monkeypatch.setattr(test_ddp_train, "DEADLINE", 900)
+    monkeypatch.setattr(harness, "DEADLINE", 900)
     bench = THIS.parent.parent / "benchmarks/bench.py"
     said = launch(sys.executable, bench, "--only-gpu").end()
     for line in re.findall("GPT-2.*", said):

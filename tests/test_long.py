@@ -4,7 +4,7 @@
     KILLS=1 SEED=7 pytest -s -m long tests/test_long.py
 
 KILLS (100): kills and stops at random moments. FILES (1000): damaged checkpoints.
-EXITS (20): clean exits of each kind.
+EXITS (20): clean exits of each kind. ENTRIES (200): ranks that enter a second time.
 """
 
 import os
@@ -17,22 +17,21 @@ import time
 
 import pytest
 
-import test_ddp_train
-from test_ddp_train import (
+import harness
+from harness import (
+    DATA,
     HARD,
     SCRIPT,
     TINY,
     assert_same_run,
-    data,  # noqa: F401
     end_all,
+    enter_twice,
     fail,
+    fork_ranks,
     free_port,
     launch,
     load,
-    out,  # noqa: F401
-    saved,  # noqa: F401
     ticks,
-    tiny,  # noqa: F401
     torchrun,
     try_damaged_files,
 )
@@ -41,6 +40,7 @@ pytestmark = [pytest.mark.long, pytest.mark.processes]
 KILLS = int(os.environ.get("KILLS", 100))
 FILES = int(os.environ.get("FILES", 1000))
 EXITS = int(os.environ.get("EXITS", 20))
+ENTRIES = int(os.environ.get("ENTRIES", 200))
 SEED = int(os.environ.get("SEED", random.randrange(10**6)))
 # What a group that does not end as it should makes torch, gloo or Python say.
 UNCLEAN = "Traceback|terminate called|Signal|core dumped|destroy_process_group|leaked"
@@ -58,7 +58,7 @@ def run(size, *options):
 def whole(tmp_path_factory):
     """{ranks: the folder of a run that nobody stopped}"""
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "data").write_bytes(bytes(range(256)) * 8)
+    (folder / "data").write_bytes(DATA)
     options = [*TINY, *LONG, "--data", folder / "data"]
     for size in (1, 2):
         run(size, *options, "--out", folder / str(size)).end()
@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("names", ["KILL", "TERM INT HUP"])
-def test_signals_at_random_moments(tiny, out, whole, names):  # noqa: F811
+def test_signals_at_random_moments(tiny, out, whole, names):
     """To a rank, torchrun or a loading process. Started again, it has the same bits."""
     for seed in range(SEED, SEED + KILLS):
         rng = random.Random(seed)
@@ -103,21 +103,21 @@ def wait_for_end(process):
     fail("it does not end")
 
 
-def test_damaged_files(saved):  # noqa: F811
+def test_damaged_files(saved):
     try_damaged_files(saved, FILES, SEED)
 
 
 @pytest.fixture(autouse=True)
 def long_deadline(monkeypatch):
     """torch.compile takes a minute and more on busy cores."""
-    monkeypatch.setattr(test_ddp_train, "DEADLINE", 300)
+    monkeypatch.setattr(harness, "DEADLINE", 300)
 
 
 KINDS = {"plain": "", "workers": "--workers 2", "compile": "--compile", "late": ""}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exits_are_clean(tiny, tmp_path, kind):  # noqa: F811
+def test_exits_are_clean(tiny, tmp_path, kind):
     """Exit code 0, no abort, no complaint. late: one rank starts some seconds later."""
     for number in range(EXITS):
         folder = tmp_path / str(number)
@@ -140,3 +140,20 @@ def start_one_late(options):
         ranks.append(launch(*command, env={**home, "RANK": rank}))
         time.sleep(5)
     return end_all(ranks)
+
+
+def test_second_entry_never_hangs():
+    """Beside busy processes. It is refused, but not to a process that was not launched.
+
+    The address of the first group may still answer, at some moments.
+    """
+    for number in range(ENTRIES):
+        if number % 25 == 0:  # an alarm ends them
+            for _ in range(3):
+                launch(sys.executable, "-c", "while True: pass")
+        for text in end_all(fork_ranks(2, enter_twice), code=1):
+            assert text.splitlines().count("entered") == 1
+            assert "a rank can enter distributed() once: " in text
+        (text,) = end_all(fork_ranks(1, enter_twice))
+        assert text.splitlines() == ["entered", "entered"]
+        print(f"entered twice: {number + 1}", flush=True)

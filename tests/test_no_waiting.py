@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_train
-from test_ddp_train import TINY, in_ranks, processes
+from harness import TINY, in_ranks, processes
 
 pytestmark = processes
 SCRIPT = ddp_train.__file__
@@ -102,10 +102,12 @@ def ranks(tmp_path_factory):
 def test_values_are_read_to_log_and_to_evaluate_alone(ranks):
     for events in ranks:
         reads = [e for e in events if e.what == "read" and e.device == "meta"]
-        logged = [e.step for e in reads if e.where == "train"]
-        assert logged == [3, 3, 5, 5, 6, 6, 7, 7, 9, 9, 10, 10, 12, 12]
-        others = {(e.where, e.step) for e in reads if e.where != "train"}
-        assert others == {("evaluate", step) for step in (2, 5, 10, 12)}
+        logged = [e.step for e in reads if e.where == "mean_over_steps"]
+        assert logged == [3, 5, 6, 7, 9, 10, 12]
+        others = {(e.where, e.step) for e in reads if e.where != "mean_over_steps"}
+        evaluated = {("evaluate", step) for step in (2, 5, 10, 12)}
+        saved = {("check_same_weights", step) for step in (5, 7, 10, 12)}
+        assert others == evaluated | saved
 
 
 def test_batches_alone_are_copied_and_not_waited_for(ranks):
@@ -113,7 +115,7 @@ def test_batches_alone_are_copied_and_not_waited_for(ranks):
         copies = [e for e in events if e.what == "copy" and e.step > 2]
         assert {(e.where, e.waits) for e in copies} == {("to_device", False)}
     gpu = ddp_train.World(0, 1, torch.device("cuda"))
-    assert ddp_train.loading_options(gpu, 0, {})["pin_memory"]  # else it would wait
+    assert ddp_train.loading_options(gpu, 0)["pin_memory"]  # else it would wait
 
 
 def test_evaluation_reads_after_its_last_batch(ranks):
@@ -129,7 +131,7 @@ def test_ranks_meet_on_the_cpu_before_they_wait_for_the_gpu(ranks):
     for events in ranks:
         for step in range(3, 13):
             here = [e for e in events if e.step == step and e.waits and not e.inside]
-            assert (here[0].what, here[0].where) == ("allreduce_", "__call__")
+            assert (here[0].what, here[0].where) == ("allreduce_", "requested")
 
 
 def test_collectives_are_on_the_cpu(ranks):
@@ -139,8 +141,9 @@ def test_collectives_are_on_the_cpu(ranks):
         assert {(e.where, e.device) for e in sent} == {
             ("all_gather", "cpu"),
             ("resume", "cpu"),
-            ("__call__", "cpu"),  # the stop signal
-            ("train", "cpu"),  # the loss of a log line
+            ("check_same_weights", "cpu"),
+            ("requested", "cpu"),  # the stop signal
+            ("mean_over_ranks", "cpu"),  # the loss of a log line
         }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from test_ddp_train import (
+from harness import (
     TINY,
     assert_same_bits,
     fail,
@@ -131,6 +131,14 @@ def test_single_refuses_a_bad_number_of_processes(number):
     assert text == f"run_single.sh: NPROC={number} is not a number, 1 or more\n"
 
 
+@pytest.mark.parametrize("script", [SINGLE, MULTI])
+def test_python_without_torch_is_refused_in_one_line(tmp_path, script):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch')\n")
+    env = {"PYTHONPATH": str(tmp_path), "MASTER_ADDR": "127.0.0.1"}
+    text = launch(script, env=env).end(code=2)
+    assert text == f"{script.name}: {sys.executable}: no torch\n"
+
+
 # ---- run_multi_node.sh: what it refuses, and the command it makes --------------------
 @pytest.mark.usefixtures("small_torch")
 @pytest.mark.parametrize(
@@ -142,7 +150,12 @@ def test_single_refuses_a_bad_number_of_processes(number):
         ("NNODES=two is not a number", "MASTER_ADDR=127.0.0.1 NNODES=two"),
         ("NNODES=1: is not a number", "MASTER_ADDR=127.0.0.1 NNODES=1:"),
         ("NODE_RANK=2 does not fit", "MASTER_ADDR=127.0.0.1 NODE_RANK=2"),
+        ("not work with NODE_RANK", "MASTER_ADDR=::1 NODE_RANK=0 MAX_RESTARTS=1"),
         ("NODE_RANK=0 does not", "MASTER_ADDR=127.0.0.1 NNODES=1:2 NODE_RANK=0"),
+        ("MAX_RESTARTS=-1 is not a", "MASTER_ADDR=127.0.0.1 MAX_RESTARTS=-1"),
+        ("RDZV_TIMEOUT=10s is not a", "MASTER_ADDR=127.0.0.1 RDZV_TIMEOUT=10s"),
+        ("NPROC_PER_NODE=0 is not a", "MASTER_ADDR=127.0.0.1 NPROC_PER_NODE=0"),
+        ("MASTER_PORT=65536 is above", "MASTER_ADDR=127.0.0.1 MASTER_PORT=65536"),
     ],
 )
 def test_multi_refuses_a_mistake_in_one_line(says, settings):
@@ -194,9 +207,12 @@ def test_multi_keeps_the_settings_of_the_user():
     assert "--max-restarts=5" in words and "--nproc-per-node=3" in words
     assert "join_timeout=77" in " ".join(words)
     words = dry_run("--device", "cpu", NNODES="1:2")  # elastic, without a GPU
-    assert words[-2:] == ["--timeout", "20"] and "--max-restarts=3" in words
+    assert words[-4:-2] == ["--timeout", "300"] and "--max-restarts=3" in words
     assert "--nproc-per-node=1" in words
-    assert dry_run("--timeout=9", NNODES="1:2")[-1] == "--timeout=9"
+    # Of two the program takes the last one.
+    words = dry_run("--timeout=9", NNODES="1:2")
+    assert words[-3:] == ["--timeout", "300", "--timeout=9"]
+    assert "--timeout" not in dry_run()
 
 
 # ---- Two bare hosts ------------------------------------------------------------------
@@ -262,13 +278,26 @@ def test_two_bare_hosts_and_a_rank_that_is_killed(hosts, tiny, tmp_path):
     env = {"MASTER_ADDR": "hosta", "MAX_RESTARTS": "1"}
     a = hosts.start(0, MULTI, *tiny, *options, "--out", tmp_path / "a", **env)
     a.wait_for("hosta: 10.77.0.1 on wire leads to hosta")
-    talks = a_or_b(a, b, "ranks: 2")  # rank 0 is on the node that came first, or not
-    talks.wait_for("step 30 ")
+    a.wait_for("ranks: 2, cpu, fp32, host hosta\n")
+    a.wait_for("step 30 ")
     os.kill(children(b.pid)[-1], signal.SIGKILL)
-    talks = a_or_b(a, b, r"(?s)ranks: 2.*ranks: 2")
-    resumed = talks.wait_for(r"(?s)ranks: 2.*ranks: 2.*from step (\d+) ")
+    resumed = a.wait_for(r"(?s)ranks: 2.*ranks: 2.*from step (\d+) ")
     assert int(resumed[1]) >= 20
-    talks.wait_for(rf"step {int(resumed[1]) + 20} ")
+    a.wait_for(rf"step {int(resumed[1]) + 20} ")
+
+
+def test_rank_0_is_where_the_address_comes_first_as_text(hosts, tiny, tmp_path):
+    """Not where MASTER_ADDR is. These are the second addresses of the interfaces."""
+    runs = []
+    for host, address in enumerate(("10.78.0.9/24", "10.78.0.10/24")):
+        hosts.ip(host, f"addr add {address} dev wire")
+        options = [*tiny, "--max_steps", 3, "--out", tmp_path / "ab"[host]]
+        runs.append(hosts.start(host, MULTI, *options, MASTER_ADDR="10.78.0.9"))
+    a, b = runs
+    assert "ranks: 2, cpu, fp32, host hostb\n" in b.end()
+    assert "ranks:" not in a.end() and "hosta: 10.78.0.9 on wire leads" in a.text
+    assert (tmp_path / "b" / "checkpoint.pt").exists()
+    assert not (tmp_path / "a" / "checkpoint.pt").exists()
 
 
 def a_or_b(a, b, pattern):
@@ -288,7 +317,7 @@ def test_no_route_to_master_addr(hosts):
 
 # It passes on what reaches 10.88.0.1, as a NAT or Docker does.
 PROXY = """
-import socket, threading
+import socket, threading, time
 def copy(source, target):
     while data := source.recv(65536):
         target.sendall(data)
@@ -296,7 +325,12 @@ def copy(source, target):
 with socket.create_server(("10.88.0.1", 29500)) as server:
     while True:
         here, _ = server.accept()
-        there = socket.create_connection(("10.77.0.1", 29500))
+        while True:
+            try:
+                there = socket.create_connection(("10.77.0.1", 29500))
+                break
+            except ConnectionRefusedError:  # a is not that far yet
+                time.sleep(0.1)
         threading.Thread(target=copy, args=(here, there), daemon=True).start()
         threading.Thread(target=copy, args=(there, here), daemon=True).start()
 """
@@ -333,6 +367,7 @@ def test_other_node_does_not_come(hosts, rank, says):
 def test_elastic_node_leaves_and_returns(hosts, tiny, tmp_path, fault):
     """Host b dies, or its wire is cut: host a goes on alone. Then b comes back."""
     options = [*tiny, "--epochs", 99999, "--save_every", 20, "--log_every", 10]
+    options += ["--timeout", 20]
     env = {"NNODES": "1:2", "MAX_RESTARTS": "9"}
 
     def join(host):
