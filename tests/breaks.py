@@ -29,7 +29,7 @@ import torch._dynamo  # noqa: F401 (imported once here, and not for each row)
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 COPIED = "ddp_train.py test_ddp_train.py run_single.sh run_multi_node.sh .pytest.ini"
-COPIED += " conftest.py tests/harness.py tests/test_no_waiting.py"
+COPIED += " tests/conftest.py tests/harness.py tests/test_no_waiting.py"
 LIMIT = 400  # seconds for one row
 PARALLEL = 2
 RESULTS = {0: "NOT CAUGHT", 1: "caught", 5: "no such test", None: "too slow"}
