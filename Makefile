@@ -47,8 +47,8 @@ train-cpu: setup ## NPROC (2) processes on the CPU
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: setup-tests ## all tests: some three minutes on two cores
-	$(PYTEST) -n 3 --dist worksteal $(ARGS)
+test: setup-tests ## all tests: some two minutes on two cores
+	$(PYTEST) -n 4 --dist worksteal $(ARGS)
 
 test-fast: setup-tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py

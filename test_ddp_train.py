@@ -2150,18 +2150,24 @@ def test_two_nodes_by_torchrun_and_by_the_old_launcher(tiny, tmp_path):
 
 
 @processes
-def test_torchrun_restarts_ranks(tiny, out, untouched):
-    """With c10d. One is killed. The new ones go on, and end with the same bits. Threads
+def test_run_single_restarts_a_rank_that_was_killed(tiny, untouched, tmp_path):
+    """The new ranks go on, and end with the same bits. --out has a space in it. Threads
     of gloo that outlive their group may abort the exit: one of each rank is harmless.
     """
-    command = torchrun(2, "--max-restarts=1", PATCHED, "kill_once", *tiny, *HARD)
-    place = command.index("--standalone")
-    endpoint = f"--rdzv_endpoint=127.0.0.1:{free_port()}"
-    command[place : place + 1] = ["--rdzv_backend=c10d", endpoint]
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    said = launch(*command, env=env).end()
-    assert "from step 3 to 14\n" in said
-    assert_same_run(untouched[2], out)
+    script = tmp_path / "run_single.sh"
+    script.write_text((SCRIPT.parent / "run_single.sh").read_text())
+    # In place of the program: a patched one.
+    folders = [str(SCRIPT.parent), str(PATCHED.parent)]
+    (tmp_path / "ddp_train.py").write_text(
+        f"import runpy, sys\nsys.path[:1] = {folders}\n"
+        "sys.argv.insert(1, 'kill_once')\n"
+        f"runpy.run_path({str(PATCHED)!r}, run_name='__main__')\n"
+    )
+    options = [*tiny[: tiny.index("--out")], *HARD, "--out", tmp_path / "a b"]
+    env = {"NPROC": "2", "MAX_RESTARTS": "1", "PYTHON": sys.executable}
+    said = launch("bash", script, *options, env=env).end()
+    assert said.count("from step 3 to 14\n") == 1
+    assert_same_run(untouched[2], tmp_path / "a b")
     assert said.count("threads:") == 2
     assert said.count("gloo") <= 2
 
@@ -2176,10 +2182,11 @@ def test_ranks_save_and_stop_when_torchrun_is_killed(tiny, out):
 
 
 @processes
-def test_sigterm_to_torchrun_saves_and_leaves_no_process(tiny, out):
-    """torchrun sends it to the loading processes, too."""
+def test_sigterm_to_run_single_saves_and_leaves_no_process(tiny, out):
+    """Its process becomes torchrun, which sends it to the loading processes, too."""
     options = [*tiny, "--workers", 2, "--epochs", 99999, "--eval_every", 10**9]
-    run = launch(*torchrun(1, SCRIPT, *options))
+    env = {"NPROC": "1", "PYTHON": sys.executable}
+    run = launch(SCRIPT.parent / "run_single.sh", *options, env=env)
     run.wait_for("step 3 ")
     run.send(signal.SIGTERM)
     said = run.end(1)

@@ -24,7 +24,6 @@ from harness import (
     free_port,
     in_ranks,
     launch,
-    torchrun,
     train,
 )
 
@@ -140,11 +139,17 @@ def shape_of(text):
 
 
 @pytest.mark.processes
-def test_idea_runs_alone_and_under_torchrun(tmp_path):
+def test_idea_runs_alone_and_by_the_command_to_debug(tmp_path):
     path = tmp_path / "idea.py"
     path.write_text(block("python", "# idea.py"))
     alone = launch(sys.executable, path, cwd=tmp_path).end()
-    ranks = launch(*torchrun(2, path), cwd=tmp_path).end()
+    command = block("sh", "TORCH_CPP_LOG_LEVEL")
+    ddp_train.parse_args(command.split("ddp_train.py")[1].split())
+    launcher = f"'{sys.executable}' -m torch.distributed.run"
+    command = command.replace("torchrun", launcher).replace("ddp_train.py", str(path))
+    env = {"MASTER_PORT": str(free_port())}
+    ranks = launch("sh", "-c", command, cwd=tmp_path, env=env).end()
+    assert "[default0]:" in ranks
     for text in (alone, ranks):
         losses = [float(loss) for loss in re.findall(r"epoch \d: loss (.*)", text)]
         assert len(losses) == 3 and losses[2] < losses[0]
@@ -371,13 +376,3 @@ def test_ranks_end_a_stream_together():
                 batches.append(batch)
 
     assert in_ranks(2, read) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
-@pytest.mark.processes
-def test_command_to_debug_runs(tmp_path):
-    text = block("sh", "TORCH_CPP_LOG_LEVEL")
-    command = text.replace("torchrun", f"'{sys.executable}' -m torch.distributed.run")
-    command = command.replace("ddp_train.py", f"'{HERE}/ddp_train.py' {' '.join(TINY)}")
-    env = {"MASTER_PORT": str(free_port())}
-    said = launch("sh", "-c", command, cwd=tmp_path, env=env).end()
-    assert "[default0]:" in said and "done: step 20" in said
