@@ -394,7 +394,9 @@ def evaluate(model, score_fn, loader, world, autocast=None):
         # DDP: the running means of batch norm are those of the rank's own samples. Rank
         # 0 saves its own. Without this the others would evaluate another model.
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+            sent = buffer.contiguous()  # NCCL takes no other
+            dist.broadcast(sent, src=0)
+            buffer.copy_(sent)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     results = []

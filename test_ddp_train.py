@@ -986,6 +986,29 @@ def test_number_that_one_batch_alone_has_is_evaluated_too():
 
 
 @processes
+def test_buffer_of_any_layout_is_that_of_rank_0():
+    """NCCL refuses one that is not contiguous. gloo does not, so this test does."""
+
+    def evaluate():
+        broadcast = ddp_train.dist.broadcast
+
+        def broadcast_as_nccl(tensor, src):
+            assert tensor.is_contiguous()
+            broadcast(tensor, src)
+
+        ddp_train.dist.broadcast = broadcast_as_nccl
+        model = nn.Module()
+        with ddp_train.distributed("cpu") as world:
+            numbers = torch.arange(6.0).view(2, 3) * (1 + world.rank)
+            model.register_buffer("columns", numbers.t())
+            model.register_buffer("number", numbers[1, 0].clone())
+            ddp_train.evaluate(model, sum_and_count, [], world)
+        return model.columns.tolist(), model.number.item()
+
+    assert in_ranks(2, evaluate) == [([[0, 3], [1, 4], [2, 5]], 3)] * 2
+
+
+@processes
 def test_workers_load_for_the_evaluation_too(tiny):
     """A run that is finished evaluates once more, and does nothing else."""
 
