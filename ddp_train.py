@@ -508,6 +508,7 @@ def loading_options(world, workers):
         options["persistent_workers"] = True
         # The usual "fork" may deadlock with NCCL, says the documentation of DDP.
         options["multiprocessing_context"] = "spawn"
+        options["worker_init_fn"] = end_without_rank
     return options
 
 
@@ -984,6 +985,15 @@ class Loader(DataLoader):
             return super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_without_rank(worker):
+    """A loading process calls it first. It ends if its rank was killed meanwhile.
+
+    torch notices only a later death: it takes the parent of this moment for the rank.
+    """
+    if not multiprocessing.parent_process().is_alive():
+        sys.exit()
 
 
 def kill_loading_processes():

@@ -2120,6 +2120,39 @@ def test_rank_that_fails_leaves_no_busy_loading_process(tiny):
     assert later > first + 1
 
 
+class KillsItsRank:
+    """A data set whose loading process kills the rank while it starts."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        return i
+
+    def __getstate__(self):
+        return "else Python does not call __setstate__()"
+
+    def __setstate__(self, state):
+        rank = os.getppid()
+        os.kill(rank, signal.SIGKILL)
+        for _ in ticks():
+            if os.getppid() != rank:
+                break
+
+
+@processes
+@pytest.mark.parametrize("make", ["train_loader", "eval_loader"])
+def test_loading_process_ends_whose_rank_was_killed_while_it_started(make):
+    def rank():
+        needed = {"seed": 0} if make == "train_loader" else {}
+        make_loader = getattr(ddp_train, make)
+        next(iter(make_loader(KillsItsRank(), 1, ALONE, **needed, workers=1)))
+
+    [killed] = fork_ranks(1, rank)
+    killed.end(-signal.SIGKILL)
+    killed.leaves_none()
+
+
 @processes
 def test_child_process_of_the_user_outlives_the_block():
     """Only daemonic ones are ended, as loading processes are."""
