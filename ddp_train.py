@@ -25,15 +25,16 @@ call", and section ENDINGS. Four rules are left to whoever changes the script:
   2. All ranks take part in each collective (all-reduce, broadcast, ...), in the same
      order. If one rank is missing, the others wait for it. So never call one, or a
      function that does, under `if world.rank == 0`.
-  3. Each sample counts once, and each file is written once, by rank 0.
+  3. No sample counts twice in an epoch, and each file is written once, by rank 0.
   4. The ranks end together: they stop at the same step. A rank that fails ends at once,
      and torchrun then ends the others.
 
 Replace the sections MODEL and DATA with yours (and --dropout and --data in OPTIONS; a
 collate_fn goes to both loaders in train()).
 
-A second start resumes the run in the folder --out, also with another --lr: the log says
-what has changed. To begin a new run, give another --out.
+A second start resumes the run in the folder --out. Another model, seed or data are then
+refused. Other options, such as --lr, may change: the log says so. To begin a new run,
+give another --out.
 
 The same global batch gives the same numbers, up to rounding, on any number of ranks and
 with any --accum: but not with dropout (each rank draws its own) or batch norm (it sees
@@ -77,8 +78,8 @@ with contextlib.suppress(ImportError):
     import torch.distributed.nn
 
 # ---- MODEL: replace it ---------------------------------------------------------------
-# {option: (default, help)}: words or numbers above 0, not True or False. A resumed run
-# must have the same values as its checkpoint.
+# {option: (default, help)}. A default is a word or a number, and not True or False; the
+# numbers must be above 0. A resumed run must have the same values as its checkpoint.
 MODEL_OPTIONS = {
     "layers": (2, "transformer blocks"),
     "heads": (4, "attention heads"),
@@ -148,9 +149,9 @@ def build_optimizer(model, args):
 def compute_loss(model, batch):
     """The mean over the samples of the batch. Training minimizes it.
 
-    The batches of all ranks weigh the same: so not a mean over tokens, if the ranks may
-    have more or fewer of them. The model may be wrapped in DDP, which works if it is
-    called, model(...), and not if another method of it is.
+    The batches of all ranks weigh the same. So a mean over tokens is right only if all
+    samples have the same length, as here. The model may be wrapped in DDP: only call
+    it, model(...), and no other method of it.
     """
     x, y = batch
     logits = model(x)
@@ -188,13 +189,13 @@ def load_data(args):
     """Training set, held-out set (the last 5 %), and a text that identifies the data.
 
     The ranks compare this text, and so does a resumed run. All ranks call this at the
-    same time: so download the data before, not here.
+    same time: so download the data before the run, not here.
     """
     # Without --data: the help texts that come with Python.
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
     try:
         with open(path, "rb") as file:
-            checksum = zlib.crc32(file.read(64 * 2**20))  # its beginning is enough
+            checksum = zlib.crc32(file.read(64 * 2**20))  # a later change is not seen
     except OSError as error:
         sys.exit(f"no data: {error}: give a file with --data")
     windows = ByteWindows(path, args.seq_len)
@@ -212,7 +213,8 @@ def train(args, world):
     """The whole run. All ranks call it."""
     # ---- Set up
     stop = StopSignal(world)
-    seed_all("data", args.seed)  # DDP: else random_split() differs between the ranks
+    # DDP: if load_data() splits at random, all ranks must split alike.
+    seed_all("data", args.seed)
     train_set, val_set, data_text = load_data(args)
     n = len(train_set)
     data_text = f"{n} samples, {len(val_set)} held out, {data_text}"
@@ -224,10 +226,10 @@ def train(args, world):
     loader = train_loader(train_set, args.batch_size, world, args.seed, args.workers)
     val_loader = eval_loader(val_set, args.batch_size, world, args.workers)
     seed_all("weights", args.seed)
-    model = build_model(args).to(world.device)  # it is evaluated and saved
+    model = build_model(args).to(world.device)  # evaluate and save this one
     if not model.training:
         sys.exit("build_model() returns a model in eval mode: call its train()")
-    wrapped = wrap(model, world, args.compile)  # the same weights: this one is trained
+    wrapped = wrap(model, world, args.compile)  # the same weights: train this one
     optimizer = build_optimizer(model, args)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
@@ -276,9 +278,10 @@ def train(args, world):
     batches = None
     results = []  # of the steps since the last log line: they stay on the device
     while step < last_step:
-        if n - place % n < step_samples:  # no whole step is left in this epoch
-            place += n - place % n
         epoch, done = divmod(place, n)
+        if n - done < step_samples:  # no whole step is left in this epoch
+            epoch, done = epoch + 1, 0
+            place = epoch * n
         if batches is None or done == 0:
             # DDP: else every epoch has the same order.
             loader.sampler.set_epoch(epoch, done)
@@ -290,9 +293,9 @@ def train(args, world):
         # DDP: without the rank all ranks would draw the same dropout. With the step, a
         # resumed run draws what it would have drawn: no state of a generator is saved.
         seed_all("step", args.seed, step, world.rank)
-        lr = learning_rate(args, (place + step_samples / 2) / n)  # of the step's middle
+        factor = lr_factor(args, (place + step_samples / 2) / n)  # of the step's middle
         for group, fresh in zip(optimizer.param_groups, fresh_groups, strict=True):
-            group["lr"] = fresh["lr"] * lr / args.lr  # a group may have its own rate
+            group["lr"] = fresh["lr"] * factor  # a group may have its own rate
         results.append(train_step(wrapped, batches, optimizer, autocast, args, world))
         step += 1
         place += step_samples
@@ -304,8 +307,8 @@ def train(args, world):
         # wait for it.
         stopped_by = stop.requested()
         saving = stopped_by or to_evaluate or is_due(step, args.save_every)
-        # A save comes with a log line, because that finds out whether all is well. In
-        # other steps the CPU does not wait for the GPU.
+        # A save comes with a log line, which finds out whether all is finite and alike.
+        # In other steps the CPU does not wait for the GPU.
         if saving or is_due(step, args.log_every):
             means = mean_over_steps(results)
             check_averaged(means["grad_norm"])
@@ -315,7 +318,7 @@ def train(args, world):
             seconds = (time.perf_counter() - began) / len(results)
             speed = {"samples_per_s": step_samples / seconds}
             speed["seconds_left"] = round(seconds * (last_step - step))
-            log.write(step, **means, lr=lr, **speed)
+            log.write(step, **means, lr=optimizer.param_groups[0]["lr"], **speed)
             results = []
         if saving:
             check_same_weights(optimizer)
@@ -343,7 +346,8 @@ def wrap(model, world, compiled=False):
 def train_step(wrapped, batches, optimizer, autocast, args, world):
     """One optimizer step with args.accum batches. All ranks call it.
 
-    Returns {name: tensor on the device}, one number each, for the log.
+    Returns {name: tensor on the device}, one number each, for the log. grad_norm is
+    that before clipping.
     """
     loss_sum = 0.0
     for i in range(args.accum):
@@ -419,16 +423,16 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     return {name: total / count for name, total in totals.items()}
 
 
-def learning_rate(args, epochs_done):
-    """Linear warm-up to --lr, then a cosine down to 0.
+def lr_factor(args, epochs_done):
+    """The share of the learning rate: a linear rise to 1, then a cosine down to 0.
 
     It follows the share of --epochs that is done, so it does not depend on --max_steps.
     """
     progress = epochs_done / args.epochs
     if progress < args.warmup:
-        return args.lr * progress / args.warmup
+        return progress / args.warmup
     after_warmup = (progress - args.warmup) / (1 - args.warmup)
-    return args.lr * (1 + math.cos(math.pi * after_warmup)) / 2
+    return (1 + math.cos(math.pi * after_warmup)) / 2
 
 
 def is_due(step, every):
@@ -482,9 +486,10 @@ def train_loader(dataset, batch_size, world, seed, workers=0, **options):
         drop_last=True,
         num_workers=workers,
         # Loading processes get their seeds from it. Else they would come from torch's
-        # own generator, and change the random numbers of the model.
+        # own generator, and change the random numbers of the model. train() seeds it
+        # anew.
         generator=torch.Generator().manual_seed(seed_of("load", seed, world.rank)),
-        **{**loading_options(world, workers), **options},
+        **(loading_options(world, workers) | options),
     )
 
 
@@ -498,7 +503,7 @@ def eval_loader(dataset, batch_size, world, workers=0, **options):
     batches = [range(i, min(i + batch_size, n)) for i in range(0, n, batch_size)]
     # DDP: each rank evaluates its own batches. Else all would do the same work.
     mine = batches[world.rank :: world.size]
-    options = {**loading_options(world, workers), **options}
+    options = loading_options(world, workers) | options
     return Loader(dataset, batch_sampler=mine, num_workers=workers, **options)
 
 
@@ -569,7 +574,8 @@ def init_distributed(device="auto", timeout=600):
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ["WORLD_SIZE"]) if launched else 1
     if has_joined:
-        # The address of the first group may still answer: the ranks would hang.
+        # A second group would meet at the same address, where the first one may still
+        # answer: a hang.
         sys.exit("a rank can enter distributed() once: put all of the work inside")
     has_joined = launched
     device = choose_device(device, size)
@@ -650,10 +656,9 @@ def check_same_weights(optimizer):
     """
     weights = [w for group in optimizer.param_groups for w in group["params"]]
     norms = [weight.detach().float().norm() for weight in weights]
-    norms = torch.stack(norms).cpu()
-    norms_of_rank_0 = norms.clone()
-    dist.broadcast(norms_of_rank_0, src=0)
-    if not all(all_gather(torch.allclose(norms, norms_of_rank_0, rtol=1e-5, atol=0))):
+    norms = torch.stack(norms).tolist()
+    everyone = torch.tensor(all_gather(norms))  # (rank, weight)
+    if not torch.isclose(everyone, everyone[0], rtol=1e-5, atol=0).all():
         sys.exit("the ranks have different weights: have their optimizers differed?")
 
 
@@ -679,7 +684,8 @@ class Checkpoint:
             sys.exit(f"the folder {folder}: {error}")
 
     def save(self, step, **values):
-        """Write all parts, and values that are plain Python. All ranks may call it."""
+        """Write all parts, and values that are plain Python. All ranks call it."""
+        # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}
         # DDP: one rank writes. Else all would write into one file. The others wait for
         # it when they next need it.
@@ -753,7 +759,8 @@ def write_whole(path, content):
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        # Such as a number of numpy. Only plain Python and tensors contain no code.
+        # torch.load() takes only tensors and plain Python. A number of numpy, for
+        # example, must fail now, and not in the resume.
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(beside)
         if refused:
             raise RuntimeError(f"torch.load() would refuse {refused}")
@@ -808,7 +815,8 @@ class Log:
 
 
 # ---- OPTIONS -------------------------------------------------------------------------
-# The ranks must have the same values of all options but these.
+# The ranks must have the same values of all options but these, and the same type of
+# device.
 MAY_DIFFER_BETWEEN_RANKS = "data out device workers local_rank".split()
 MUST_BE_POSITIVE = "epochs max_steps batch_size accum lr grad_clip".split()
 MUST_BE_POSITIVE += "log_every eval_every save_every timeout".split()
@@ -847,7 +855,7 @@ def parse_args(argv=None):
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--workers", type=int, default=0, help="loading processes per rank")
-    add("--seed", type=int, default=0, help="of weights, order and dropout")
+    add("--seed", type=int, default=0, help="of data, weights, order, dropout")
     add("--log_every", type=int, default=20, help="steps")
     add("--eval_every", type=int, help="steps; also after each epoch")
     add("--save_every", type=int, default=100, help="steps")
@@ -1001,7 +1009,7 @@ def kill_loading_processes():
     # torch watches them, and would raise an error because they were killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
-        if process.daemon:  # as all of a DataLoader are
+        if process.daemon:  # as all of a DataLoader are: Python ends these, too
             process.kill()
 
 

@@ -335,7 +335,7 @@ def plain_loop(data):
         x = torch.stack([train_set[i][0] for i in indices])
         y = torch.stack([train_set[i][1] for i in indices])
         middle = epoch + (8 * place + 4) / 60
-        optimizer.param_groups[0]["lr"] = ddp_train.learning_rate(args, middle)
+        optimizer.param_groups[0]["lr"] = args.lr * ddp_train.lr_factor(args, middle)
         logits = model(x)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten().long())
         loss.backward()
@@ -506,9 +506,9 @@ def noise_in_the_optimizer():
 
 def rate_of_each_rank():
     """As of a scheduler that follows the loss of the rank."""
-    rate = ddp_train.learning_rate
+    factor = ddp_train.lr_factor
     share = 1 + rank_of_this() / 2
-    ddp_train.learning_rate = lambda args, done: rate(args, done) * share
+    ddp_train.lr_factor = lambda args, done: factor(args, done) * share
 
 
 def weight_outside_of_the_model():
@@ -709,8 +709,11 @@ def test_group_of_the_optimizer_keeps_its_own_rate(tiny, out):
     for step, lr in ((2, 0.01), (4, 0.03)):
         train(1, *tiny, "--max_steps", step, "--lr", lr, patch=two_groups)
         slow, other = [group["lr"] for group in load(out)["optimizer"]["param_groups"]]
-        assert other == pytest.approx(metrics(out, "lr")[step])
+        assert slow == metrics(out, "lr")[step]  # that of the first group
         assert slow == pytest.approx(other / 8)
+        middle = (4 * step - 2) / 60  # of the step, in epochs
+        factor = ddp_train.lr_factor(parse(*TINY), middle)
+        assert slow == pytest.approx(lr / 8 * factor)
 
 
 @processes
@@ -786,13 +789,14 @@ def test_compile_has_the_same_numbers_and_names(tiny, tmp_path):
 
 
 def test_learning_rate_warms_up_and_then_follows_a_cosine():
-    args = parse("--lr", 2, "--warmup", 0.1, "--epochs", 4, "--max_steps", 1)
-    rates = {0: 0, 0.05: 1, 0.1: 2, 0.325: 1 + math.sqrt(0.5), 0.55: 1, 1: 0}
-    for progress, rate in rates.items():
-        found = ddp_train.learning_rate(args, 4 * progress)
-        assert found == pytest.approx(rate, abs=1e-12)
+    args = parse("--warmup", 0.1, "--epochs", 4, "--max_steps", 1)
+    cosine = (1 + math.sqrt(0.5)) / 2
+    factors = {0: 0, 0.05: 0.5, 0.1: 1, 0.325: cosine, 0.55: 0.5, 1: 0}
+    for progress, factor in factors.items():
+        found = ddp_train.lr_factor(args, 4 * progress)
+        assert found == pytest.approx(factor, abs=1e-12)
     args.warmup = 0
-    assert ddp_train.learning_rate(args, 0) == 2
+    assert ddp_train.lr_factor(args, 0) == 1
 
 
 @processes

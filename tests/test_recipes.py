@@ -70,9 +70,7 @@ def load_data(args):
 """
 MOMENTUM = '    add("--momentum", type=float, default=0.9, help="of SGD")\n'
 # Pieces that no recipe changes: all their comments are others.
-PIECES = (
-    "mean_over_steps|learning_rate|choose_device|check_alike|lock|Log|Loader|to_device"
-)
+PIECES = "mean_over_steps|lr_factor|choose_device|check_alike|lock|Log|Loader|to_device"
 
 
 def changed_program():
