@@ -56,6 +56,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import zipfile
@@ -367,6 +368,7 @@ def train_step(wrapped, batches, optimizer, autocast, args, world):
     grad_norm = nn.utils.clip_grad_norm_(wrapped.parameters(), args.grad_clip)
     optimizer.step()
     optimizer.zero_grad()
+    wrapped.zero_grad()  # also of weights that the optimizer does not have
     return {"loss": loss_sum / args.accum, "grad_norm": grad_norm}
 
 
@@ -380,10 +382,12 @@ def mean_over_steps(results):
 
 def mean_over_ranks(means, world):
     """The same {name: mean} on all ranks. All ranks call it."""
-    total = torch.tensor(list(means.values()), dtype=torch.float64)
+    names = sorted(means)  # a rank may have them in another order
+    total = torch.tensor([means[name] for name in names], dtype=torch.float64)
     # DDP: the sum over all ranks. Else the log has the loss of rank 0 alone.
     dist.all_reduce(total)
-    return dict(zip(means, (total / world.size).tolist(), strict=True))
+    totals = dict(zip(names, total.tolist(), strict=True))
+    return {name: totals[name] / world.size for name in means}
 
 
 @torch.no_grad()
@@ -650,15 +654,20 @@ def check_averaged(grad_norm):
 
 
 def check_same_weights(optimizer):
-    """End all ranks if their weights differ by more than rounding. All ranks call it.
+    """End all ranks if their weights differ, or are not finite. All ranks call it.
 
     DDP keeps them equal, but not if a rank skips a step, or has another learning rate.
+    Norm and sum of each weight are compared. Rounding may differ between machines.
     """
     weights = [w for group in optimizer.param_groups for w in group["params"]]
     norms = [weight.detach().float().norm() for weight in weights]
-    norms = torch.stack(norms).tolist()
-    everyone = torch.tensor(all_gather(norms))  # (rank, weight)
-    if not torch.isclose(everyone, everyone[0], rtol=1e-5, atol=0).all():
+    sums = [weight.detach().float().sum() for weight in weights]
+    mine = torch.stack([torch.stack(norms), torch.stack(sums)])
+    everyone = torch.tensor(all_gather(mine.tolist()))  # (rank, 2, weight)
+    if not everyone.isfinite().all():
+        sys.exit("a weight is not finite, not saved: try a lower --lr")
+    limits = everyone[0, 0] * torch.tensor([[1e-5], [1e-4]])  # of norms, of sums
+    if ((everyone - everyone[0]).abs() > limits).any():
         sys.exit("the ranks have different weights: have their optimizers differed?")
 
 
@@ -755,6 +764,7 @@ def write_whole(path, content):
     """
     beside = path.with_suffix(".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # if it was removed meanwhile
         with open(beside, "wb") as file:
             torch.save(content, file)
             file.flush()
@@ -996,12 +1006,16 @@ class Loader(DataLoader):
 
 
 def end_without_rank(worker):
-    """A loading process calls it first. It ends if its rank was killed meanwhile.
+    """A loading process calls it first. It ends when its rank was killed.
 
-    torch notices only a later death: it takes the parent of this moment for the rank.
+    torch looks for the rank only now and then, and not at all in a busy data set.
     """
-    if not multiprocessing.parent_process().is_alive():
-        sys.exit()
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def kill_loading_processes():

@@ -541,6 +541,68 @@ def test_weights_that_differ_end_all_ranks_unsaved(tiny, out, patch):
 
 
 @processes
+def test_weights_that_differ_little_are_found():
+    """Each weight alone, also if both ranks have the same norm of it."""
+
+    def rank():
+        with ddp_train.distributed("cpu"):
+            torch.manual_seed(0)
+            weights = [torch.randn(64, 64), torch.zeros(64)]
+            optimizer = torch.optim.SGD(weights, 0.1)
+            ddp_train.check_same_weights(optimizer)
+            print("alike")
+            if rank_of_this() == 1:
+                weight = weights[0]
+                change = torch.ones(64, 64)
+                change -= weight * (change * weight).sum() / weight.norm() ** 2
+                weight += 1e-4 * change * weight.norm() / change.norm()
+            ddp_train.check_same_weights(optimizer)
+
+    for text in end_all(fork_ranks(2, rank), code=1):
+        assert text.splitlines().count("alike") == 1
+        assert "the ranks have different weights" in text
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("number", [math.inf, math.nan, 1e30])
+def test_weight_that_is_not_finite_ends_all_ranks_unsaved(tiny, out, size, number):
+    """The last update may have made it: the loss was still finite."""
+
+    def broken_update():
+        take_step = torch.optim.AdamW.step
+
+        def step(optimizer, closure=None):
+            take_step(optimizer)
+            optimizer.param_groups[0]["params"][0].data[0] = number
+
+        torch.optim.AdamW.step = step
+
+    said = train(size, *tiny, "--save_every", 1, patch=broken_update, code=1)
+    for text in said:
+        assert "a weight is not finite, not saved" in text.splitlines()[-1]
+    assert not (out / "checkpoint.pt").exists()
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_the_optimizer_lacks_collect_no_gradients(tiny, out, size):
+    """As if a head alone is trained. A resume would forget what they had collected."""
+
+    def head_alone():
+        ddp_train.build_optimizer = lambda model, args: torch.optim.AdamW(
+            model.head.parameters(), args.lr
+        )
+
+    options = [*tiny, "--grad_clip", 0.1]
+    for step in (3, 6):
+        train(size, *options, "--max_steps", step, patch=head_alone)
+    whole = out / "whole"
+    train(size, *options, "--max_steps", 6, "--out", whole, patch=head_alone)
+    assert metrics(out, "grad_norm")[6] == metrics(whole, "grad_norm")[6]
+
+
+@processes
 def test_ranks_split_the_data_alike(tiny, out):
     """Also by chance: torch's generator has the same seed when the data are loaded."""
 
@@ -828,6 +890,17 @@ def one_more():
         return {**train_step(*args), "one_more": torch.tensor(number)}
 
     ddp_train.train_step = step
+
+
+@processes
+def test_mean_over_ranks_goes_by_name():
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            means = [{"b": 1.0, "a": 100.0}, {"a": 300.0, "b": 2.0}][world.rank]
+            return list(ddp_train.mean_over_ranks(means, world).items())
+
+    in_order = [("b", 1.5), ("a", 200.0)]
+    assert in_ranks(2, rank) == [in_order, in_order[::-1]]
 
 
 @processes
@@ -1750,6 +1823,23 @@ def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
     train(1, *tiny, "--max_steps", 1)
 
 
+@processes
+def test_folder_that_was_removed_is_made_anew(tiny, out):
+    """By a save: else the work of the run would be lost."""
+
+    def remove_before_each_save():
+        check = ddp_train.check_same_weights
+
+        def check_and_remove(optimizer):
+            check(optimizer)
+            shutil.rmtree(out)
+
+        ddp_train.check_same_weights = check_and_remove
+
+    train(1, *tiny, "--max_steps", 3, patch=remove_before_each_save)
+    assert load(out)["step"] == 3
+
+
 def test_disk_without_locks_is_used_with_a_warning(saved, monkeypatch, capfd):
     """As some network disks of clusters are."""
 
@@ -2144,13 +2234,25 @@ class KillsItsRank:
                 break
 
 
+class KillsItsRankAndIsBusy:
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(3 * DEADLINE)
+
+
 @processes
 @pytest.mark.parametrize("make", ["train_loader", "eval_loader"])
-def test_loading_process_ends_whose_rank_was_killed_while_it_started(make):
+@pytest.mark.parametrize("dataset", [KillsItsRank, KillsItsRankAndIsBusy])
+def test_loading_process_ends_whose_rank_was_killed(make, dataset):
+    """While it started, or while it loads a sample: torch does not look then."""
+
     def rank():
         needed = {"seed": 0} if make == "train_loader" else {}
         make_loader = getattr(ddp_train, make)
-        next(iter(make_loader(KillsItsRank(), 1, ALONE, **needed, workers=1)))
+        next(iter(make_loader(dataset(), 1, ALONE, **needed, workers=1)))
 
     [killed] = fork_ranks(1, rank)
     killed.end(-signal.SIGKILL)
