@@ -319,7 +319,8 @@ def train(args, world):
             seconds = (time.perf_counter() - began) / len(results)
             speed = {"samples_per_s": step_samples / seconds}
             speed["seconds_left"] = round(seconds * (last_step - step))
-            log.write(step, **means, lr=optimizer.param_groups[0]["lr"], **speed)
+            lr = float(optimizer.param_groups[0]["lr"])
+            log.write(step, **means, lr=lr, **speed)
             results = []
         if saving:
             check_same_weights(optimizer)
@@ -663,10 +664,11 @@ def check_same_weights(optimizer):
     norms = [weight.detach().float().norm() for weight in weights]
     sums = [weight.detach().float().sum() for weight in weights]
     mine = torch.stack([torch.stack(norms), torch.stack(sums)])
-    everyone = torch.tensor(all_gather(mine.tolist()))  # (rank, 2, weight)
+    everyone = torch.tensor(all_gather(mine.tolist()), dtype=torch.float64)
     if not everyone.isfinite().all():
         sys.exit("a weight is not finite, not saved: try a lower --lr")
-    limits = everyone[0, 0] * torch.tensor([[1e-5], [1e-4]])  # of norms, of sums
+    norms, sums = everyone[0]  # of rank 0
+    limits = torch.stack([1e-5 * norms, 1e-4 * norms + 1e-5 * sums.abs()])
     if ((everyone - everyone[0]).abs() > limits).any():
         sys.exit("the ranks have different weights: have their optimizers differed?")
 
