@@ -196,7 +196,8 @@ def load_data(args):
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
     try:
         with open(path, "rb") as file:
-            checksum = zlib.crc32(file.read(64 * 2**20))  # a later change is not seen
+            # To be quick, of the first 64 MiB alone: it misses changes behind them.
+            checksum = zlib.crc32(file.read(64 * 2**20))
     except OSError as error:
         sys.exit(f"no data: {error}: give a file with --data")
     windows = ByteWindows(path, args.seq_len)
@@ -214,7 +215,7 @@ def train(args, world):
     """The whole run. All ranks call it."""
     # ---- Set up
     stop = StopSignal(world)
-    # DDP: if load_data() splits at random, all ranks must split alike.
+    # DDP: else a random split in load_data() would differ between the ranks.
     seed_all("data", args.seed)
     train_set, val_set, data_text = load_data(args)
     n = len(train_set)
@@ -667,8 +668,9 @@ def check_same_weights(optimizer):
     everyone = torch.tensor(all_gather(mine.tolist()), dtype=torch.float64)
     if not everyone.isfinite().all():
         sys.exit("a weight is not finite, not saved: try a lower --lr")
-    norms, sums = everyone[0]  # of rank 0
-    limits = torch.stack([1e-5 * norms, 1e-4 * norms + 1e-5 * sums.abs()])
+    norms0, sums0 = everyone[0]
+    # A sum rounds more than a norm does.
+    limits = torch.stack([1e-5 * norms0, 1e-4 * norms0 + 1e-5 * sums0.abs()])
     if ((everyone - everyone[0]).abs() > limits).any():
         sys.exit("the ranks have different weights: have their optimizers differed?")
 
