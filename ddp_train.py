@@ -25,12 +25,13 @@ call", and section ENDINGS. Four rules are left to whoever changes the script:
   2. All ranks take part in each collective (all-reduce, broadcast, ...), in the same
      order. If one rank is missing, the others wait for it. So never call one, or a
      function that does, under `if world.rank == 0`.
-  3. No sample counts twice in an epoch, and each file is written once, by rank 0.
+  3. No sample counts twice in an epoch, and only rank 0 writes files.
   4. The ranks end together: they stop at the same step. A rank that fails ends at once,
      and torchrun then ends the others.
 
-Replace the sections MODEL and DATA with yours (and --dropout and --data in OPTIONS; a
-collate_fn goes to both loaders in train()).
+Replace the sections MODEL and DATA with yours: MODEL_OPTIONS, build_model(),
+build_optimizer(), compute_loss(), score(); load_data(). In OPTIONS replace --data and
+--dropout. A collate_fn goes to both loaders in train().
 
 A second start resumes the run in the folder --out. Another model, seed or data are then
 refused. Other options, such as --lr, may change: the log says so. To begin a new run,
@@ -40,7 +41,7 @@ The same global batch gives the same numbers, up to rounding, on any number of r
 with any --accum: but not with dropout (each rank draws its own) or batch norm (it sees
 the batch of one rank). A resumed run goes on with the same bits on CPUs with one or two
 ranks, else up to rounding. Random numbers that loading processes draw (--workers) are
-others after a resume.
+different after a resume.
 """
 
 import argparse
@@ -74,8 +75,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 with contextlib.suppress(ImportError):
-    # DDP imports this, and it keeps the process group of that moment, with threads that
-    # may crash the exit (pytorch issue 190489). So import it before there is a group.
+    # DDP imports this module. If that is while there is a process group, threads of the
+    # group live on, and may crash the exit (pytorch issue 190489). So import it now.
     import torch.distributed.nn
 
 # ---- MODEL: replace it ---------------------------------------------------------------
@@ -196,7 +197,7 @@ def load_data(args):
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
     try:
         with open(path, "rb") as file:
-            # To be quick, of the first 64 MiB alone: it misses changes behind them.
+            # It is quick, since it reads only 64 MiB. It misses changes behind them.
             checksum = zlib.crc32(file.read(64 * 2**20))
     except OSError as error:
         sys.exit(f"no data: {error}: give a file with --data")
@@ -274,7 +275,7 @@ def train(args, world):
             log.write(step, **means)
 
     if step > 0 and (state["to_evaluate"] or step == last_step):
-        evaluate_now()  # it comes after a save, and the run may have ended between them
+        evaluate_now()  # the run may have ended between a save and its evaluation
 
     # ---- Train
     batches = None
@@ -287,7 +288,7 @@ def train(args, world):
         if batches is None or done == 0:
             # DDP: else every epoch has the same order.
             loader.sampler.set_epoch(epoch, done)
-            # Loading processes draw other random numbers each time that they start.
+            # Loading processes get their seeds from it: others at each place.
             loader.generator.manual_seed(seed_of("load", args.seed, place, world.rank))
             batches = iter(loader)
         if not results:
@@ -309,7 +310,7 @@ def train(args, world):
         # wait for it.
         stopped_by = stop.requested()
         saving = stopped_by or to_evaluate or is_due(step, args.save_every)
-        # A save comes with a log line, which finds out whether all is finite and alike.
+        # A step with a save logs, too: what is wrong must be found before it is saved.
         # In other steps the CPU does not wait for the GPU.
         if saving or is_due(step, args.log_every):
             means = mean_over_steps(results)
@@ -332,7 +333,7 @@ def train(args, world):
             return
         if to_evaluate:
             evaluate_now()
-    world.stopped_by = 0  # a signal in the last step stops nothing
+    world.stopped_by = 0  # the run is done: a signal in the last step changes nothing
     log.say(f"done: step {step}, saved in {checkpoint.path}")
 
 
@@ -358,7 +359,7 @@ def train_step(wrapped, batches, optimizer, autocast, args, world):
         context = contextlib.nullcontext()
         if i < args.accum - 1 and world.size > 1:
             # DDP: no averaging yet. The backward() of the last batch averages what all
-            # of them have added up. Else each would do so: the same result, slower.
+            # of them have added up. Else each backward() would: the same, but slower.
             context = wrapped.no_sync()  # a compiled DDP has it, too
         with context:
             with autocast:
@@ -541,7 +542,7 @@ def seed_all(use, *numbers):
 
 
 def to_device(batch, device):
-    """Tensors, also in tuples, lists and dicts. A tuple comes back as a list."""
+    """Tensors, also in tuples, lists and dicts. A plain tuple becomes a list."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # such as a batch of another library
@@ -566,7 +567,7 @@ class World:
     stopped_by: int = 0  # the signal that has stopped the run: see ENDINGS
 
 
-has_joined = False  # this process has been a rank of several
+has_joined = False  # this process was launched as a rank, and has joined the group
 
 
 def init_distributed(device="auto", timeout=600):
@@ -701,7 +702,7 @@ class Checkpoint:
         # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}
         # DDP: one rank writes. Else all would write into one file. The others wait for
-        # it when they next need it.
+        # it in their next collective.
         if self.world.rank > 0:
             return
         content = dict(  # it raises an error if a name comes twice
@@ -798,7 +799,7 @@ def lock(path):
 
 # ---- LOG -----------------------------------------------------------------------------
 class Log:
-    """Lines on the terminal, and in metrics.jsonl. It does nothing on other ranks."""
+    """Lines on the terminal, and in metrics.jsonl, of rank 0 alone."""
 
     def __init__(self, folder, world):
         self.path = Path(folder) / "metrics.jsonl"
@@ -1000,7 +1001,8 @@ class Loader(DataLoader):
     def __iter__(self):
         if self.num_workers == 0:
             return super().__iter__()
-        # Python starts a helper process first, and that unblocks signals: so do it now.
+        # Before its first process Python starts a helper, and that unblocks signals.
+        # So start it now, before they are blocked.
         multiprocessing.resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
         try:
