@@ -325,7 +325,6 @@ def train(args, world):
             log.write(step, **means, lr=lr, **speed)
             results = []
         if saving:
-            check_same_weights(optimizer)
             values = {"place": place, "to_evaluate": to_evaluate, "settings": settings}
             checkpoint.save(step, **values)
         if stopped_by and step < last_step:
@@ -340,6 +339,9 @@ def train(args, world):
 def wrap(model, world, compiled=False):
     """The model as it is to be trained. A process alone has no DDP."""
     if world.size > 1:
+        # DDP: it knows a weight by its place alone. If a model is built from a set, or
+        # from a list of files, the places may differ.
+        check_alike(names_and_shapes("weight", model.named_parameters()))
         # DDP: it copies the weights of rank 0 to all ranks, and averages the gradients.
         # Else each rank trains a model of its own. Bucket views: gradients take no
         # memory beside the buffers that are sent.
@@ -385,12 +387,11 @@ def mean_over_steps(results):
 
 def mean_over_ranks(means, world):
     """The same {name: mean} on all ranks. All ranks call it."""
-    names = sorted(means)  # a rank may have them in another order
-    total = torch.tensor([means[name] for name in names], dtype=torch.float64)
+    check_alike({"the names of the means": list(means)})
+    total = torch.tensor(list(means.values()), dtype=torch.float64)
     # DDP: the sum over all ranks. Else the log has the loss of rank 0 alone.
     dist.all_reduce(total)
-    totals = dict(zip(names, total.tolist(), strict=True))
-    return {name: totals[name] / world.size for name in means}
+    return dict(zip(means, (total / world.size).tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -404,6 +405,7 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     if world.size > 1:
         # DDP: the running means of batch norm are those of the rank's own samples. Rank
         # 0 saves its own. Without this the others would evaluate another model.
+        check_alike(names_and_shapes("buffer", model.named_buffers()))
         for buffer in model.buffers():
             sent = buffer.contiguous()  # NCCL takes no other
             dist.broadcast(sent, src=0)
@@ -477,12 +479,16 @@ class ResumableSampler(DistributedSampler):
 def train_loader(dataset, batch_size, world, seed, workers=0, **options):
     """This rank's share of an epoch, in full batches, as many as on the other ranks.
 
-    Before each epoch call loader.sampler.set_epoch(epoch). What is left over is less
-    than a batch for each rank. It waits for another epoch, which has another order.
+    All ranks call it, with the same seed. Before each epoch call
+    loader.sampler.set_epoch(epoch). What is left over is less than a batch for each
+    rank. It waits for another epoch, which has another order.
     workers: how many processes load for this rank; with 0 it loads by itself.
     options: others of DataLoader, such as collate_fn.
     """
     n = len(dataset)
+    if dist.is_initialized():  # else it is a test of the loader alone
+        # DDP: else the ranks read some samples twice, and others never.
+        check_alike({"samples": n, "batch size": batch_size, "seed of the order": seed})
     if n < batch_size * world.size:
         sys.exit(f"{n} samples are less than {world.size} batches of {batch_size}")
     return Loader(  # a DataLoader, see ENDINGS
@@ -644,6 +650,12 @@ def check_alike(settings):
                 sys.exit(f"{name} is {here}, but {value0} on rank 0 ({host0})")
 
 
+def names_and_shapes(what, named_tensors):
+    """{place: name and shape}, for check_alike()."""
+    numbered = enumerate(named_tensors)
+    return {f"{what} {i}": f"{name} {tuple(t.shape)}" for i, (name, t) in numbered}
+
+
 def check_averaged(grad_norm):
     """End all ranks if their gradients differ: some step was not averaged by DDP.
 
@@ -682,23 +694,36 @@ class Checkpoint:
 
     parts: {name: anything with state_dict() and load_state_dict()}.
     must_match: {name: value}. The ranks, and a checkpoint, must have the same.
+
+    The weights of each part that is a module must match, too, in their order: an
+    optimizer knows a weight by its place alone. Each Checkpoint has its own folder.
     """
 
     def __init__(self, folder, parts, must_match, world):
         self.path = Path(folder) / "checkpoint.pt"
         self.parts = parts
-        self.must_match = must_match
+        self.must_match = dict(must_match)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                named = part.named_parameters()
+                self.must_match |= names_and_shapes(f"{name} weight", named)
         self.world = world
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
-                # It is locked as long as this file is open.
+                # It is locked as long as this object lives.
                 self.lock_file = lock(self.path.with_name(".lock"))
         except OSError as error:
             sys.exit(f"the folder {folder}: {error}")
 
     def save(self, step, **values):
-        """Write all parts, and values that are plain Python. All ranks call it."""
+        """Write all parts, and values that are plain Python. All ranks call it.
+
+        Not if weights of an optimizer differ between the ranks, or are not finite.
+        """
+        for part in self.parts.values():
+            if isinstance(part, torch.optim.Optimizer):
+                check_same_weights(part)
         # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}
         # DDP: one rank writes. Else all would write into one file. The others wait for
@@ -786,12 +811,12 @@ def write_whole(path, content):
 
 
 def lock(path):
-    """An open file that no other process has locked, or SystemExit."""
+    """An open file that nobody else has locked, or SystemExit."""
     file = open(path, "a")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        sys.exit(f"the folder {path.parent} is in use by another run")
+        sys.exit(f"{path.parent} is in use by another run, or another Checkpoint")
     except OSError as error:  # some network disks have no locks
         print(f"warning: {path} cannot be locked: {error}", file=sys.stderr)
     return file
@@ -943,7 +968,10 @@ def end_this_rank(world, error):
         with contextlib.suppress(Exception):  # a full disk must not hide the reason
             ErrorHandler().record_exception(error)  # for the summary of torchrun
         with contextlib.suppress(Exception):  # nobody reads it any more
-            print(f"error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
+            text = f"error: rank {world.rank}: {reason}\n"
+            # With its own end of line print() would write twice under torchrun, and the
+            # lines of two ranks would mix.
+            print(text, end="", file=sys.stderr, flush=True)
             sys.stdout.flush()
         # The others fail as soon as this rank is gone. torchrun names who failed first,
         # but counts whole seconds: so stay for more than one. See

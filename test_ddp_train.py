@@ -10,6 +10,7 @@ page, the recipes, of GPUs.
 """
 
 import collections
+import contextlib
 import errno
 import fcntl
 import io
@@ -39,7 +40,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Subset, random_split
 
 import ddp_train
-from ddp_train import StopSignal, World
+from ddp_train import Checkpoint, StopSignal, World
 from harness import (
     ALONE,
     CPU,
@@ -540,6 +541,28 @@ def test_weights_that_differ_end_all_ranks_unsaved(tiny, out, patch):
     assert not (out / "checkpoint.pt").exists()
 
 
+class Two(nn.Module):
+    """Two layers of one shape. order: which one is defined first."""
+
+    def __init__(self, order="ab"):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in order})
+
+
+@processes
+def test_models_of_ranks_with_another_order_of_weights_are_refused():
+    """As from a set of names. DDP compares the shapes, and would mix the weights."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            ddp_train.wrap(Two(["ab", "ba"][world.rank]), world)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        other, first = "layers.b.weight (2, 2)", "layers.a.weight (2, 2)"
+        assert f"weight 0 is {other} on rank 1" in line
+        assert f"but {first} on rank 0" in line
+
+
 @processes
 def test_weights_that_differ_little_are_found():
     """Each weight alone, also if both ranks have the same norm of it."""
@@ -893,14 +916,17 @@ def one_more():
 
 
 @processes
-def test_mean_over_ranks_goes_by_name():
+@pytest.mark.parametrize("names", ["ba", "ac", "a", "abc", ""])
+def test_means_of_other_names_are_refused(names):
+    """Not mixed, and not waited for."""
+
     def rank():
         with ddp_train.distributed("cpu") as world:
-            means = [{"b": 1.0, "a": 100.0}, {"a": 300.0, "b": 2.0}][world.rank]
-            return list(ddp_train.mean_over_ranks(means, world).items())
+            mine = ["ab", names][world.rank]
+            ddp_train.mean_over_ranks(dict.fromkeys(mine, 1.0), world)
 
-    in_order = [("b", 1.5), ("a", 200.0)]
-    assert in_ranks(2, rank) == [in_order, in_order[::-1]]
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert f"the names of the means is {list(names)} on rank 1" in line
 
 
 @processes
@@ -1063,6 +1089,20 @@ def test_number_that_one_batch_alone_has_is_evaluated_too():
 
 
 @processes
+def test_buffers_of_ranks_with_other_shapes_are_refused():
+    """Such as a cache that grows. Else a part of it would be sent."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = nn.Linear(2, 2)
+            model.register_buffer("cache", torch.zeros(4 + world.rank))
+            ddp_train.evaluate(model, None, [], world)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert "buffer 0 is cache (5,) on rank 1" in line
+
+
+@processes
 def test_buffer_of_any_layout_is_that_of_rank_0():
     """NCCL refuses one that is not contiguous. gloo does not, so this test does."""
 
@@ -1205,6 +1245,25 @@ def test_set_smaller_than_a_batch_for_each_rank_is_refused():
 def test_train_loader_needs_a_seed():
     with pytest.raises(TypeError, match="'seed'"):
         ddp_train.train_loader(range(9), 2, ALONE)
+
+
+@processes
+@pytest.mark.parametrize("change", [{"n": 9}, {"batch_size": 2}, {"seed": 1}], ids=str)
+def test_loaders_of_ranks_that_differ_are_refused(change):
+    """Else they read some samples twice. `seed + rank` is a habit of many."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            of_rank = {"n": 8, "batch_size": 1, "seed": 0}
+            if world.rank == 1:
+                of_rank |= change
+            n = of_rank.pop("n")
+            ddp_train.train_loader(range(n), world=world, **of_rank)
+
+    [(name, value)] = change.items()
+    said = {"n": "samples", "batch_size": "batch size", "seed": "seed of the order"}
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert f"{said[name]} is {value} on rank 1" in line
 
 
 @pytest.mark.parametrize("name", ["shuffle", "num_workers", "sampler", "drop_last"])
@@ -1647,13 +1706,21 @@ def test_folder_that_cannot_be_made_is_one_line(data):
 
 
 def test_checkpoint_that_does_not_fit_is_refused(out):
-    """Of a layer with another shape, or without a part that is new."""
+    """Of a layer with another shape or buffer, or without a part that is new."""
     layer = {"layer": nn.Linear(2, 2)}
     ddp_train.Checkpoint(out, layer, {}, ALONE).save(2)
     other = {"layer": nn.Linear(2, 3)}
     more = {**layer, "new": nn.Linear(2, 2)}
-    for parts, reason in ((other, "size mismatch"), (more, "'new'")):
-        with refuses("cannot be loaded into this model: ", reason):
+    with_buffer = {"layer": nn.Linear(2, 2)}
+    with_buffer["layer"].register_buffer("number", torch.zeros(()))
+    for parts, *reason in (
+        (other, "has layer weight 0 weight (2, 2), not weight (3, 2)"),
+        (more, "has new weight 0 None, not weight (2, 2)"),
+        ({"a": nn.Linear(2, 3), **layer}, "has a weight 0 None, not weight (3, 2)"),
+        (with_buffer, "cannot be loaded into this model: ", "Missing key"),
+        ({**layer, "new": Part()}, "cannot be loaded into this model: ", "'new'"),
+    ):
+        with refuses(*reason):
             resume(ddp_train.Checkpoint(out, parts, {}, ALONE))
 
 
@@ -1661,7 +1728,8 @@ def test_optimizer_that_does_not_fit_is_refused(out):
     x = torch.zeros(1)
     one_group = {"optimizer": torch.optim.Adam([x])}
     two_groups = {"optimizer": torch.optim.Adam([{"params": [x]}, {"params": []}])}
-    ddp_train.Checkpoint(out, one_group, {}, ALONE).save(2)
+    with ddp_train.distributed("cpu"):
+        ddp_train.Checkpoint(out, one_group, {}, ALONE).save(2)
     with refuses("cannot be loaded into this model: "):
         resume(ddp_train.Checkpoint(out, two_groups, {}, ALONE))
 
@@ -1817,10 +1885,78 @@ def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
     )
     first.wait_for("step 1 ")
     (line,) = train(1, *tiny, code=1)
-    assert line == f"the folder {out} is in use by another run\n"
+    assert line == f"{out} is in use by another run, or another Checkpoint\n"
     first.send(signal.SIGKILL)
     first.end(-9)
     train(1, *tiny, "--max_steps", 1)
+
+
+def test_second_checkpoint_of_a_folder_is_refused(out):
+    """It would replace the file of the first one. Nor does it take the lock away."""
+    with ddp_train.distributed("cpu") as world:
+        first = Checkpoint(out, {}, {}, world)
+        for _ in range(2):
+            with refuses(f"{out} is in use by another run, or another Checkpoint"):
+                Checkpoint(out, {}, {}, world)
+        first.save(2)
+        del first
+        Checkpoint(out, {}, {}, world)
+
+
+def model_and_optimizer(order="ab"):
+    model = Two(order)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sum(weight.sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_model_with_another_order_of_weights_is_refused(out):
+    """The optimizer would give the momentum of one weight to another."""
+    must_match = {}
+    with ddp_train.distributed("cpu"):
+        Checkpoint(out, model_and_optimizer(), must_match, ALONE).save(1)
+        Checkpoint(out, model_and_optimizer(), must_match, ALONE).resume()
+        others = Checkpoint(out, model_and_optimizer("ba"), must_match, ALONE)
+        with refuses("has model weight 0 layers.a.weight (2, 2), not layers.b.weight"):
+            others.resume()
+    assert not must_match  # the caller's own
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weight_that_is_not_finite_is_not_saved_by_any_script(out, value):
+    with ddp_train.distributed("cpu"):
+        parts = model_and_optimizer()
+        checkpoint = Checkpoint(out, parts, {}, ALONE)
+        checkpoint.save(1)
+        parts["model"].layers["b"].bias.data[1] = value
+        with refuses("a weight is not finite, not saved"):
+            checkpoint.save(2)
+    assert load(out)["step"] == 1
+
+
+def test_each_optimizer_is_compared_before_a_save(out):
+    with ddp_train.distributed("cpu"):
+        good, bad = model_and_optimizer(), model_and_optimizer()
+        bad["model"].layers["a"].bias.data[0] = math.nan
+        parts = {"first": good["optimizer"], "second": bad["optimizer"]}
+        with refuses("a weight is not finite, not saved"):
+            Checkpoint(out, parts, {}, ALONE).save(1)
+
+
+@processes
+def test_ranks_that_differ_are_not_saved_by_any_script(out):
+    """Without log lines, such as in the page's script when it is stopped."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            parts = model_and_optimizer()
+            parts["model"].layers["b"].bias.data += world.rank
+            Checkpoint(out, parts, {}, world).save(1)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert "the ranks have different weights" in line
+    assert not (out / "checkpoint.pt").exists()
 
 
 @processes
@@ -1843,10 +1979,10 @@ def test_folder_that_was_removed_is_made_anew(tiny, out):
 def test_disk_without_locks_is_used_with_a_warning(saved, monkeypatch, capfd):
     """As some network disks of clusters are."""
 
-    def lockf(file, operation):
+    def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert resume(checkpoint_of(saved, 0, seed=1))["step"] == 2
     assert "cannot be locked: [Errno 37] No locks" in capfd.readouterr().err
 
@@ -1854,11 +1990,11 @@ def test_disk_without_locks_is_used_with_a_warning(saved, monkeypatch, capfd):
 def test_lock_that_is_answered_by_permission_denied_is_in_use(saved, monkeypatch):
     """As some systems answer."""
 
-    def lockf(file, operation):
+    def flock(file, operation):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    with refuses(f"the folder {saved} is in use by another run"):
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with refuses(f"{saved} is in use by another run"):
         checkpoint_of(saved, 0)
 
 
@@ -1993,6 +2129,27 @@ def test_rank_says_why_it_fails_though_its_error_file_cannot_be_written(tiny, da
     for rank, text in enumerate(said):
         assert f"error: rank {rank}: Traceback" in text
         assert "\nRuntimeError: boom\n" in text
+
+
+@processes
+def test_reason_of_a_rank_is_one_write():
+    """torchrun starts python -u: what is written twice mixes with another rank's."""
+
+    def rank():
+        os.dup2(to_us.fileno(), 2)
+        sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), write_through=True)
+        with ddp_train.distributed("cpu"):
+            sys.exit("boom")
+
+    with contextlib.ExitStack() as stack:
+        pair = socket.socketpair(type=socket.SOCK_DGRAM)  # a write is a message
+        us, to_us = map(stack.enter_context, pair)
+        end_all(fork_ranks(2, rank), code=1)
+        us.settimeout(DEADLINE)
+        said = set()
+        while len(said) < 2:
+            said |= {us.recv(10_000).decode()} - {""}
+    assert said == {f"error: rank {rank}: boom\n" for rank in range(2)}
 
 
 @processes
