@@ -60,6 +60,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -339,9 +340,10 @@ def train(args, world):
 def wrap(model, world, compiled=False):
     """The model as it is to be trained. A process alone has no DDP."""
     if world.size > 1:
-        # DDP: it knows a weight by its place alone. If a model is built from a set, or
-        # from a list of files, the places may differ.
-        check_alike(names_and_shapes("weight", model.named_parameters()))
+        # DDP: it knows weights and buffers by their place alone. If a model is built
+        # from a set, or from a list of files, the places may differ.
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        check_alike(names_and_shapes("tensor", tensors))
         # DDP: it copies the weights of rank 0 to all ranks, and averages the gradients.
         # Else each rank trains a model of its own. Bucket views: gradients take no
         # memory beside the buffers that are sent.
@@ -387,11 +389,13 @@ def mean_over_steps(results):
 
 def mean_over_ranks(means, world):
     """The same {name: mean} on all ranks. All ranks call it."""
-    check_alike({"the names of the means": list(means)})
-    total = torch.tensor(list(means.values()), dtype=torch.float64)
+    names = sorted(means)  # a rank may have them in another order
+    check_alike({"the names of the means": names})
+    total = torch.tensor([means[name] for name in names], dtype=torch.float64)
     # DDP: the sum over all ranks. Else the log has the loss of rank 0 alone.
     dist.all_reduce(total)
-    return dict(zip(means, (total / world.size).tolist(), strict=True))
+    totals = dict(zip(names, total.tolist(), strict=True))
+    return {name: totals[name] / world.size for name in means}
 
 
 @torch.no_grad()
@@ -405,8 +409,10 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     if world.size > 1:
         # DDP: the running means of batch norm are those of the rank's own samples. Rank
         # 0 saves its own. Without this the others would evaluate another model.
-        check_alike(names_and_shapes("buffer", model.named_buffers()))
-        for buffer in model.buffers():
+        saved = model.state_dict()  # it has no cache that a rank may have extended
+        buffers = [named for named in model.named_buffers() if named[0] in saved]
+        check_alike(names_and_shapes("buffer", buffers))
+        for _, buffer in buffers:
             sent = buffer.contiguous()  # NCCL takes no other
             dist.broadcast(sent, src=0)
             buffer.copy_(sent)
@@ -486,7 +492,7 @@ def train_loader(dataset, batch_size, world, seed, workers=0, **options):
     options: others of DataLoader, such as collate_fn.
     """
     n = len(dataset)
-    if dist.is_initialized():  # else it is a test of the loader alone
+    if world.size > 1:
         # DDP: else the ranks read some samples twice, and others never.
         check_alike({"samples": n, "batch size": batch_size, "seed of the order": seed})
     if n < batch_size * world.size:
@@ -510,9 +516,11 @@ def eval_loader(dataset, batch_size, world, workers=0, **options):
     """This rank's share of the batches, for evaluate(). The ranks take turns in them.
 
     So the batches are the same for any number of ranks. The last one may be smaller,
-    and a rank may have one batch less than another, or none.
+    and a rank may have one batch less than another, or none. All ranks call it.
     """
     n = len(dataset)
+    if world.size > 1:
+        check_alike({"held-out samples": n, "batch size": batch_size})
     batches = [range(i, min(i + batch_size, n)) for i in range(0, n, batch_size)]
     # DDP: each rank evaluates its own batches. Else all would do the same work.
     mine = batches[world.rank :: world.size]
@@ -640,6 +648,8 @@ def check_alike(settings):
 
     All ranks call it.
     """
+    if not dist.is_initialized():
+        return  # a test of a loader, without ranks
     everyone = all_gather((socket.gethostname(), settings))
     host0, settings0 = everyone[0]
     for rank, (host, other) in enumerate(everyone):
@@ -672,13 +682,15 @@ def check_same_weights(optimizer):
     """End all ranks if their weights differ, or are not finite. All ranks call it.
 
     DDP keeps them equal, but not if a rank skips a step, or has another learning rate.
-    Norm and sum of each weight are compared. Rounding may differ between machines.
+    Norm and sum of each weight that is trained are compared. Rounding may differ
+    between machines.
     """
     weights = [w for group in optimizer.param_groups for w in group["params"]]
+    weights = [weight for weight in weights if weight.requires_grad]
     norms = [weight.detach().float().norm() for weight in weights]
     sums = [weight.detach().float().sum() for weight in weights]
-    mine = torch.stack([torch.stack(norms), torch.stack(sums)])
-    everyone = torch.tensor(all_gather(mine.tolist()), dtype=torch.float64)
+    mine = [[float(norm) for norm in norms], [float(total) for total in sums]]
+    everyone = torch.tensor(all_gather(mine), dtype=torch.float64)
     if not everyone.isfinite().all():
         sys.exit("a weight is not finite, not saved: try a lower --lr")
     norms0, sums0 = everyone[0]
@@ -719,7 +731,7 @@ class Checkpoint:
     def save(self, step, **values):
         """Write all parts, and values that are plain Python. All ranks call it.
 
-        Not if weights of an optimizer differ between the ranks, or are not finite.
+        It ends the run if weights of an optimizer differ, or are not finite.
         """
         for part in self.parts.values():
             if isinstance(part, torch.optim.Optimizer):
@@ -819,6 +831,14 @@ def lock(path):
         sys.exit(f"{path.parent} is in use by another run, or another Checkpoint")
     except OSError as error:  # some network disks have no locks
         print(f"warning: {path} cannot be locked: {error}", file=sys.stderr)
+    reference = weakref.ref(file)  # it does not keep the file open
+
+    def close_in_fork():
+        if reference() is not None:
+            reference().close()
+
+    # A forked process must not hold the lock when this one has ended.
+    os.register_at_fork(after_in_child=close_in_fork)
     return file
 
 
@@ -994,7 +1014,8 @@ class StopSignal:
 
     def __init__(self, world):
         self.world = world
-        self.received = 0  # the signal that this rank has got
+        # The signal that this rank has got. It ends all runs of a search over options.
+        self.received = world.stopped_by
         self.parent = os.getppid()
         for number in self.NUMBERS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

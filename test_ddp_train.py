@@ -559,8 +559,21 @@ def test_models_of_ranks_with_another_order_of_weights_are_refused():
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
         other, first = "layers.b.weight (2, 2)", "layers.a.weight (2, 2)"
-        assert f"weight 0 is {other} on rank 1" in line
+        assert f"tensor 0 is {other} on rank 1" in line
         assert f"but {first} on rank 0" in line
+
+
+@processes
+def test_models_of_ranks_with_another_order_of_buffers_are_refused():
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = nn.Linear(2, 2)
+            for name in ["ab", "ba"][world.rank]:
+                model.register_buffer(name, torch.zeros(()))
+            ddp_train.wrap(model, world)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert "tensor 2 is b () on rank 1" in line
 
 
 @processes
@@ -571,11 +584,13 @@ def test_weights_that_differ_little_are_found():
         with ddp_train.distributed("cpu"):
             torch.manual_seed(0)
             weights = [torch.randn(64, 64), torch.zeros(64)]
+            for weight in weights:
+                weight.requires_grad_()
             optimizer = torch.optim.SGD(weights, 0.1)
             ddp_train.check_same_weights(optimizer)
             print("alike")
             if rank_of_this() == 1:
-                weight = weights[0]
+                weight = weights[0].data
                 change = torch.ones(64, 64)
                 change -= weight * (change * weight).sum() / weight.norm() ** 2
                 weight += 1e-4 * change * weight.norm() / change.norm()
@@ -623,6 +638,19 @@ def test_weights_that_the_optimizer_lacks_collect_no_gradients(tiny, out, size):
     whole = out / "whole"
     train(size, *options, "--max_steps", 6, "--out", whole, patch=head_alone)
     assert metrics(out, "grad_norm")[6] == metrics(whole, "grad_norm")[6]
+
+
+def test_step_leaves_no_gradient(monkeypatch):
+    """Nor of a weight beside the model, such as the temperature of a loss."""
+    model, beside = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), beside], 0.1)
+    loss = lambda model, batch: (model(batch) * beside).mean()  # noqa: E731
+    monkeypatch.setattr(ddp_train, "compute_loss", loss)
+    batches = iter([torch.ones(1, 2)])
+    autocast = torch.autocast("cpu", enabled=False)
+    ddp_train.train_step(model, batches, optimizer, autocast, parse(), ALONE)
+    assert beside != 1
+    assert [w.grad for w in (*model.parameters(), beside)] == [None] * 3
 
 
 @processes
@@ -916,7 +944,18 @@ def one_more():
 
 
 @processes
-@pytest.mark.parametrize("names", ["ba", "ac", "a", "abc", ""])
+def test_mean_over_ranks_goes_by_name():
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            means = [{"b": 1.0, "a": 100.0}, {"a": 300.0, "b": 2.0}][world.rank]
+            return list(ddp_train.mean_over_ranks(means, world).items())
+
+    in_order = [("b", 1.5), ("a", 200.0)]
+    assert in_ranks(2, rank) == [in_order, in_order[::-1]]
+
+
+@processes
+@pytest.mark.parametrize("names", ["ac", "a", "abc", ""])
 def test_means_of_other_names_are_refused(names):
     """Not mixed, and not waited for."""
 
@@ -1103,6 +1142,21 @@ def test_buffers_of_ranks_with_other_shapes_are_refused():
 
 
 @processes
+def test_cache_that_grows_on_one_rank_alone_is_left_to_it():
+    """It is a buffer that is not saved, such as the table of rotary positions."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = nn.Linear(2, 2)
+            cache = torch.full((4 + world.rank,), world.rank)
+            model.register_buffer("cache", cache, persistent=False)
+            score = lambda model, batch: {"sum": model.cache.sum(), "count": 1}  # noqa: E731
+            return ddp_train.evaluate(model, score, [0], world)
+
+    assert in_ranks(2, rank) == [{"sum": 2.5}] * 2
+
+
+@processes
 def test_buffer_of_any_layout_is_that_of_rank_0():
     """NCCL refuses one that is not contiguous. gloo does not, so this test does."""
 
@@ -1271,6 +1325,34 @@ def test_option_that_train_loader_sets_itself_is_an_error(name):
     """One that is taken and ignored would be worse."""
     with pytest.raises(TypeError, match=f"multiple values .*'{name}'"):
         ddp_train.train_loader(range(9), 2, ALONE, 0, **{name: None})
+
+
+@processes
+@pytest.mark.parametrize("n, batch_size", [(9, 2), (8, 3)])
+def test_held_out_sets_of_ranks_that_differ_are_refused(n, batch_size):
+    """Else the mean would be that of other batches."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            of_rank = [(8, 2), (n, batch_size)][world.rank]
+            ddp_train.eval_loader(range(of_rank[0]), of_rank[1], world)
+
+    said = f"is {n} on rank 1" if n != 8 else f"is {batch_size} on rank 1"
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert said in line
+
+
+@processes
+def test_loaders_of_ranks_that_train_alone_may_differ():
+    """As in a search over options, one on each rank."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            n = 8 + world.rank
+            ddp_train.eval_loader(range(n), 2, ALONE)
+            return len(ddp_train.train_loader(range(n), 1, ALONE, seed=world.rank))
+
+    assert in_ranks(2, rank) == [8, 9]
 
 
 def test_option_that_eval_loader_sets_itself_is_an_error():
@@ -1903,6 +1985,23 @@ def test_second_checkpoint_of_a_folder_is_refused(out):
         Checkpoint(out, {}, {}, world)
 
 
+@processes
+def test_lock_does_not_live_on_in_a_forked_process(out):
+    """Such as a loading process of a script's own, when its rank was killed."""
+    checkpoint = checkpoint_of(out, 5)
+    [child] = fork_ranks(
+        1, lambda: (print("forked", flush=True), time.sleep(3 * DEADLINE))
+    )
+    child.wait_for("forked")
+    with refuses("in use"):
+        checkpoint_of(out, 0)
+    del checkpoint
+    checkpoint_of(out, 0)
+    assert child.has_ended() is False
+    child.send(signal.SIGKILL)
+    child.end(-9)
+
+
 def model_and_optimizer(order="ab"):
     model = Two(order)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -1942,6 +2041,15 @@ def test_each_optimizer_is_compared_before_a_save(out):
         parts = {"first": good["optimizer"], "second": bad["optimizer"]}
         with refuses("a weight is not finite, not saved"):
             Checkpoint(out, parts, {}, ALONE).save(1)
+
+
+def test_weights_that_are_not_trained_and_no_weights_are_saved(out):
+    mask = nn.Parameter(torch.full((2,), -math.inf), requires_grad=False)
+    frozen = torch.optim.AdamW([mask])
+    empty = torch.optim.AdamW([{"params": []}])
+    with ddp_train.distributed("cpu"):
+        Checkpoint(out, {"frozen": frozen, "empty": empty}, {}, ALONE).save(1)
+    assert load(out)["step"] == 1
 
 
 @processes
@@ -2252,6 +2360,20 @@ def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
 
 
 @processes
+def test_stop_ends_later_runs_of_a_search_too(tiny, out):
+    """Each has its own folder. They save after one step."""
+
+    def search():
+        before_step(3, send_this(signal.SIGTERM))
+        with ddp_train.distributed("cpu") as world:
+            for name in "ab":
+                ddp_train.train(parse(*tiny, "--out", out / name), world)
+
+    end_all(fork_ranks(1, search), 143)
+    assert [load(out / name)["step"] for name in "ab"] == [3, 1]
+
+
+@processes
 def test_stopped_rank_of_torchrun_ends_with_0(tiny):
     def stop():
         os.environ["TORCHELASTIC_RUN_ID"] = "a run"
@@ -2358,10 +2480,29 @@ def test_signal_to_all_processes_when_loading_ones_start_and_one_is_busy(tiny, o
 
 
 @processes
+def test_loading_process_is_killed_though_it_blocks_other_signals():
+    def rank():
+        batches = iter(ddp_train.train_loader(range(9), 1, ALONE, seed=0, workers=1))
+        [process] = multiprocessing.active_children()
+        ddp_train.kill_loading_processes()
+        process.join(DEADLINE)
+        return process.exitcode, len(batches)
+
+    assert in_ranks(1, rank) == [(-signal.SIGKILL, 9)]
+
+
+@processes
 def test_rank_that_fails_leaves_no_busy_loading_process(tiny):
     def patch():
         ddp_train.ByteWindows = Busy
         before_step(4, boom, rank=1)
+
+        loading_options = ddp_train.loading_options
+
+        def without_ours(*args):  # as if the user had another worker_init_fn
+            return loading_options(*args) | {"worker_init_fn": None}
+
+        ddp_train.loading_options = without_ours
 
     ranks = start_training(2, *tiny, "--workers", 1, patch=patch)
     for rank in ranks:
