@@ -409,8 +409,10 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     if world.size > 1:
         # DDP: the running means of batch norm are those of the rank's own samples. Rank
         # 0 saves its own. Without this the others would evaluate another model.
-        saved = model.state_dict()  # it has no cache that a rank may have extended
-        buffers = [named for named in model.named_buffers() if named[0] in saved]
+        # What is not saved is a cache, which a rank may have extended. state_dict() may
+        # have other names (with activation checkpointing), so look for the objects.
+        saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        buffers = [named for named in model.named_buffers() if id(named[1]) in saved]
         check_alike(names_and_shapes("buffer", buffers))
         for _, buffer in buffers:
             sent = buffer.contiguous()  # NCCL takes no other
@@ -734,7 +736,7 @@ class Checkpoint:
         It ends the run if weights of an optimizer differ, or are not finite.
         """
         for part in self.parts.values():
-            if isinstance(part, torch.optim.Optimizer):
+            if hasattr(part, "param_groups"):  # an optimizer, or one made of several
                 check_same_weights(part)
         # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}

@@ -35,6 +35,9 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Subset, random_split
@@ -1157,6 +1160,21 @@ def test_cache_that_grows_on_one_rank_alone_is_left_to_it():
 
 
 @processes
+def test_buffer_with_another_name_in_the_checkpoint_is_that_of_rank_0():
+    """As with activation checkpointing: state_dict() leaves the wrapper's name out."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            layer = nn.BatchNorm1d(2)
+            layer.running_mean += world.rank
+            model = nn.Sequential(checkpoint_wrapper(layer))
+            score = lambda model, batch: {"sum": layer.running_mean.sum(), "count": 1}  # noqa: E731
+            return ddp_train.evaluate(model, score, [0], world)
+
+    assert in_ranks(2, rank) == [{"sum": 0}] * 2
+
+
+@processes
 def test_buffer_of_any_layout_is_that_of_rank_0():
     """NCCL refuses one that is not contiguous. gloo does not, so this test does."""
 
@@ -2038,9 +2056,12 @@ def test_each_optimizer_is_compared_before_a_save(out):
     with ddp_train.distributed("cpu"):
         good, bad = model_and_optimizer(), model_and_optimizer()
         bad["model"].layers["a"].bias.data[0] = math.nan
-        parts = {"first": good["optimizer"], "second": bad["optimizer"]}
-        with refuses("a weight is not finite, not saved"):
-            Checkpoint(out, parts, {}, ALONE).save(1)
+        groups = bad["optimizer"].param_groups
+        of_another_class = types.SimpleNamespace(param_groups=groups)
+        for second in (bad["optimizer"], of_another_class):
+            parts = {"first": good["optimizer"], "second": second}
+            with refuses("a weight is not finite, not saved"):
+                Checkpoint(out, parts, {}, ALONE).save(1)
 
 
 def test_weights_that_are_not_trained_and_no_weights_are_saved(out):
