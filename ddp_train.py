@@ -289,7 +289,7 @@ def train(args, world):
         if batches is None or done == 0:
             # DDP: else every epoch has the same order.
             loader.sampler.set_epoch(epoch, done)
-            # Loading processes get their seeds from it: others at each place.
+            # Loading processes get their seeds from it, different ones at each place.
             loader.generator.manual_seed(seed_of("load", args.seed, place, world.rank))
             batches = iter(loader)
         if not results:
@@ -580,7 +580,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    stopped_by: int = 0  # the signal that has stopped the run: see ENDINGS
+    received: int = 0  # the signal that this rank has got: see ENDINGS
+    stopped_by: int = 0  # the signal that has stopped the run, on all ranks
 
 
 has_joined = False  # this process was launched as a rank, and has joined the group
@@ -680,6 +681,10 @@ def check_averaged(grad_norm):
         sys.exit(f"not averaged by DDP: the ranks have gradients of the norms {norms}")
 
 
+def weights_of(optimizer):
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def check_same_weights(optimizer):
     """End all ranks if their weights differ, or are not finite. All ranks call it.
 
@@ -687,8 +692,7 @@ def check_same_weights(optimizer):
     Norm and sum of each weight that is trained are compared. Rounding may differ
     between machines.
     """
-    weights = [w for group in optimizer.param_groups for w in group["params"]]
-    weights = [weight for weight in weights if weight.requires_grad]
+    weights = [weight for weight in weights_of(optimizer) if weight.requires_grad]
     norms = [weight.detach().float().norm() for weight in weights]
     sums = [weight.detach().float().sum() for weight in weights]
     mine = [[float(norm) for norm in norms], [float(total) for total in sums]]
@@ -709,18 +713,14 @@ class Checkpoint:
     parts: {name: anything with state_dict() and load_state_dict()}.
     must_match: {name: value}. The ranks, and a checkpoint, must have the same.
 
-    The weights of each part that is a module must match, too, in their order: an
-    optimizer knows a weight by its place alone. Each Checkpoint has its own folder.
+    The names of the weights of each optimizer must match, too, in their order: it knows
+    a weight by its place alone. Each Checkpoint has its own folder.
     """
 
     def __init__(self, folder, parts, must_match, world):
         self.path = Path(folder) / "checkpoint.pt"
         self.parts = parts
-        self.must_match = dict(must_match)
-        for name, part in parts.items():
-            if isinstance(part, nn.Module):
-                named = part.named_parameters()
-                self.must_match |= names_and_shapes(f"{name} weight", named)
+        self.must_match = must_match
         self.world = world
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -729,6 +729,20 @@ class Checkpoint:
                 self.lock_file = lock(self.path.with_name(".lock"))
         except OSError as error:
             sys.exit(f"the folder {folder}: {error}")
+
+    def all_that_must_match(self):
+        """must_match, and the weights of each optimizer. All ranks call it."""
+        names = {}
+        for part in self.parts.values():
+            if isinstance(part, nn.Module):
+                named = part.state_dict(keep_vars=True).items()
+                names |= {id(weight): name for name, weight in named}
+        must_match = dict(self.must_match)
+        for part_name, part in self.parts.items():
+            if hasattr(part, "param_groups"):
+                named = [(names.get(id(w), "a weight"), w) for w in weights_of(part)]
+                must_match |= names_and_shapes(f"{part_name} weight", named)
+        return must_match
 
     def save(self, step, **values):
         """Write all parts, and values that are plain Python. All ranks call it.
@@ -740,13 +754,14 @@ class Checkpoint:
                 check_same_weights(part)
         # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}
+        must_match = self.all_that_must_match()
         # DDP: one rank writes. Else all would write into one file. The others wait for
         # it in their next collective.
         if self.world.rank > 0:
             return
         content = dict(  # it raises an error if a name comes twice
             step=step,
-            must_match=self.must_match,
+            must_match=must_match,
             time=time.time(),  # two nodes may have files of the same step
             **states,
             **values,
@@ -758,7 +773,8 @@ class Checkpoint:
 
         Returns its plain values, or {} if there is none.
         """
-        check_alike(self.must_match)
+        must_match = self.all_that_must_match()
+        check_alike(must_match)
         content = self.read()
         found = all_gather((content.get("step", -1), content.get("time", 0)))
         best = max(found)
@@ -770,8 +786,8 @@ class Checkpoint:
             box = [content]
             dist.broadcast_object_list(box, src=found.index(best))
             content = box[0]
-        for name in self.must_match | content["must_match"]:
-            value, old = self.must_match.get(name), content["must_match"].get(name)
+        for name in must_match | content["must_match"]:
+            value, old = must_match.get(name), content["must_match"].get(name)
             if old != value:
                 where = f"{self.path} has {name} {old}, not {value}"
                 sys.exit(f"{where}: take another folder")
@@ -1016,15 +1032,13 @@ class StopSignal:
 
     def __init__(self, world):
         self.world = world
-        # The signal that this rank has got. It ends all runs of a search over options.
-        self.received = world.stopped_by
         self.parent = os.getppid()
         for number in self.NUMBERS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame):
-        self.received = number
+        self.world.received = number
         if sys.stderr is not None:
             text = f"signal {number}: after this step the run saves and ends"
             text += f" (kill -9 {os.getpid()} ends it at once)\n"
@@ -1035,8 +1049,8 @@ class StopSignal:
         """The number of the signal, or 0. All ranks call it."""
         if dist.is_torchelastic_launched() and os.getppid() != self.parent:
             # torchrun was killed. Nobody would look after this rank.
-            self.received = signal.SIGTERM
-        flag = torch.tensor(int(self.received))
+            self.world.received = signal.SIGTERM
+        flag = torch.tensor(int(self.world.received))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         self.world.stopped_by = flag.item()
         return self.world.stopped_by

@@ -206,7 +206,7 @@ def run_script(path, size, folder, code=0, stop_at=None, change=None):
         def requested(self):
             calls.append(1)
             if len(calls) == stop_at and os.environ.get("RANK", "1") == "1":
-                self.received = 15
+                self.world.received = 15
             return ask(self)
 
         ddp_train.StopSignal.requested = requested
