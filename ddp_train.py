@@ -725,7 +725,7 @@ class Checkpoint:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
-                # It is locked as long as this object lives.
+                # It is locked until this object is freed, or distributed() ends.
                 self.lock_file = lock(self.path.with_name(".lock"))
         except OSError as error:
             sys.exit(f"the folder {folder}: {error}")
@@ -840,6 +840,9 @@ def write_whole(path, content):
         sys.exit(f"cannot save {path} (the old one is intact): {error!r:.300}")
 
 
+lock_files = weakref.WeakSet()  # those of the Checkpoints that still live
+
+
 def lock(path):
     """An open file that nobody else has locked, or SystemExit."""
     file = open(path, "a")
@@ -849,15 +852,17 @@ def lock(path):
         sys.exit(f"{path.parent} is in use by another run, or another Checkpoint")
     except OSError as error:  # some network disks have no locks
         print(f"warning: {path} cannot be locked: {error}", file=sys.stderr)
-    reference = weakref.ref(file)  # it does not keep the file open
-
-    def close_in_fork():
-        if reference() is not None:
-            reference().close()
-
-    # A forked process must not hold the lock when this one has ended.
-    os.register_at_fork(after_in_child=close_in_fork)
+    lock_files.add(file)
     return file
+
+
+def unlock_all():
+    for file in list(lock_files):
+        file.close()
+
+
+# A forked process must not hold the locks when this one has ended.
+os.register_at_fork(after_in_child=unlock_all)
 
 
 # ---- LOG -----------------------------------------------------------------------------
@@ -980,6 +985,7 @@ def distributed(device="auto", timeout=600):
             raise
     finally:
         kill_loading_processes()
+        unlock_all()  # in a notebook an error may keep a Checkpoint alive
         # gloo's threads need Python's lock (GIL) to end their work. If a DDP object is
         # freed before they have, it holds the lock and waits for them: a hang. See
         # pytorch issue 56297, and test_ddp_may_outlive_the_block.

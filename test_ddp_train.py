@@ -2012,6 +2012,15 @@ def test_second_checkpoint_of_a_folder_is_refused(out):
         Checkpoint(out, {}, {}, world)
 
 
+def test_kept_checkpoint_does_not_keep_its_lock(out):
+    """A notebook keeps what an error has left. The next cell may train again."""
+    kept = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), ddp_train.distributed("cpu") as world:
+            kept.append(Checkpoint(out, {}, {}, world))
+            raise ZeroDivisionError
+
+
 @processes
 def test_lock_does_not_live_on_in_a_forked_process(out):
     """Such as a loading process of a script's own, when its rank was killed."""
