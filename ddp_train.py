@@ -233,7 +233,9 @@ def train(args, world):
     model = build_model(args).to(world.device)  # evaluate and save this one
     if not model.training:
         sys.exit("build_model() returns a model in eval mode: call its train()")
-    wrapped = wrap(model, world, args.compile)  # the same weights: train this one
+    # The same weights: train this one. Bucket views: the gradients lie in the buffers
+    # that DDP sends, which saves memory. If you want to keep one, clone() it.
+    wrapped = wrap(model, world, args.compile, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, args)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
@@ -330,24 +332,27 @@ def train(args, world):
             checkpoint.save(step, **values)
         if stopped_by and step < last_step:
             log.say(f"stopped by signal {stopped_by}, saved at step {step}")
-            return
+            all_gather("saved")  # a rank that ends early may break the save of others
+            sys.exit(0)  # a search over options ends, too: see distributed()
         if to_evaluate:
             evaluate_now()
     world.stopped_by = 0  # the run is done: a signal in the last step changes nothing
     log.say(f"done: step {step}, saved in {checkpoint.path}")
 
 
-def wrap(model, world, compiled=False):
-    """The model as it is to be trained. A process alone has no DDP."""
+def wrap(model, world, compiled=False, **options):
+    """The model as it is to be trained. A process alone has no DDP. All ranks call it.
+
+    options: those of DistributedDataParallel, such as find_unused_parameters.
+    """
     if world.size > 1:
-        # DDP: it knows weights and buffers by their place alone. If a model is built
-        # from a set, or from a list of files, the places may differ.
+        # DDP: it matches weights and buffers by their order, not by their names. If a
+        # model is built from a set, or from a list of files, the order may differ.
         tensors = [*model.named_parameters(), *model.named_buffers()]
         check_alike(names_and_shapes("tensor", tensors))
         # DDP: it copies the weights of rank 0 to all ranks, and averages the gradients.
-        # Else each rank trains a model of its own. Bucket views: gradients take no
-        # memory beside the buffers that are sent.
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Else each rank trains a model of its own.
+        model = DistributedDataParallel(model, **options)
     return torch.compile(model) if compiled else model
 
 
@@ -362,8 +367,8 @@ def train_step(wrapped, batches, optimizer, autocast, args, world):
         batch = to_device(next(batches), world.device)
         context = contextlib.nullcontext()
         if i < args.accum - 1 and world.size > 1:
-            # DDP: no averaging yet. The backward() of the last batch averages what all
-            # of them have added up. Else each backward() would: the same, but slower.
+            # DDP: no averaging yet: the gradients of the batches add up on this rank.
+            # The last backward() averages the sums. Else each would: but slower.
             context = wrapped.no_sync()  # a compiled DDP has it, too
         with context:
             with autocast:
@@ -413,7 +418,9 @@ def evaluate(model, score_fn, loader, world, autocast=None):
         # have other names (with activation checkpointing), so look for the objects.
         saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         buffers = [named for named in model.named_buffers() if id(named[1]) in saved]
-        check_alike(names_and_shapes("buffer", buffers))
+        weights = list(model.named_parameters())
+        check_alike(names_and_shapes("tensor", weights + buffers))
+        compare_weights([w for _, w in weights])  # not an EMA of rank 0 alone
         for _, buffer in buffers:
             sent = buffer.contiguous()  # NCCL takes no other
             dist.broadcast(sent, src=0)
@@ -421,11 +428,13 @@ def evaluate(model, score_fn, loader, world, autocast=None):
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     results = []
-    for batch in loader:
-        with autocast or contextlib.nullcontext():
-            results.append(score_fn(model, to_device(batch, world.device)))
-    for module, was_training in modes:  # a frozen layer stays in eval mode
-        module.train(was_training)
+    try:
+        for batch in loader:
+            with autocast or contextlib.nullcontext():
+                results.append(score_fn(model, to_device(batch, world.device)))
+    finally:
+        for module, was_training in modes:  # a frozen layer stays in eval mode
+            module.train(was_training)
     mine = []
     for sums in results:  # only now: so the CPU did not wait for the GPU at each batch
         mine += [(name, float(value)) for name, value in sums.items()]
@@ -686,24 +695,35 @@ def weights_of(optimizer):
 
 
 def check_same_weights(optimizer):
-    """End all ranks if their weights differ, or are not finite. All ranks call it.
+    """End all ranks if their weights differ, or trained ones are not finite.
 
-    DDP keeps them equal, but not if a rank skips a step, or has another learning rate.
-    Norm and sum of each weight that is trained are compared. Rounding may differ
-    between machines.
+    All ranks call it. DDP keeps the weights equal, but not if a rank skips a step, or
+    has another learning rate.
     """
-    weights = [weight for weight in weights_of(optimizer) if weight.requires_grad]
+    weights = weights_of(optimizer)
+    norms_and_sums = compare_weights(weights)
+    trained = [weight.requires_grad for weight in weights]
+    trained = torch.tensor(trained, dtype=torch.bool)
+    if not norms_and_sums[..., trained].isfinite().all():
+        sys.exit("a weight is not finite, not saved: try a lower --lr")
+
+
+def compare_weights(weights):
+    """End all ranks if they have other norms or sums of the weights. All ranks call it.
+
+    Returns them: shape (ranks, 2, weights). Rounding may differ between machines.
+    """
     norms = [weight.detach().float().norm() for weight in weights]
     sums = [weight.detach().float().sum() for weight in weights]
     mine = [[float(norm) for norm in norms], [float(total) for total in sums]]
     everyone = torch.tensor(all_gather(mine), dtype=torch.float64)
-    if not everyone.isfinite().all():
-        sys.exit("a weight is not finite, not saved: try a lower --lr")
-    norms0, sums0 = everyone[0]
+    finite = everyone.nan_to_num(1e300)  # a mask of -inf is equal to itself
+    norms0, sums0 = finite[0]
     # A sum rounds more than a norm does.
     limits = torch.stack([1e-5 * norms0, 1e-4 * norms0 + 1e-5 * sums0.abs()])
-    if ((everyone - everyone[0]).abs() > limits).any():
-        sys.exit("the ranks have different weights: have their optimizers differed?")
+    if ((finite - finite[0]).abs() > limits).any():
+        sys.exit("the ranks have different weights: did one of them change its own?")
+    return everyone
 
 
 # ---- CHECKPOINT ----------------------------------------------------------------------
@@ -714,7 +734,8 @@ class Checkpoint:
     must_match: {name: value}. The ranks, and a checkpoint, must have the same.
 
     The names of the weights of each optimizer must match, too, in their order: it knows
-    a weight by its place alone. Each Checkpoint has its own folder.
+    a weight by its place alone. They are weights of modules among the parts: else they
+    would not be saved. Each Checkpoint has its own folder.
     """
 
     def __init__(self, folder, parts, must_match, world):
@@ -733,15 +754,20 @@ class Checkpoint:
     def all_that_must_match(self):
         """must_match, and the weights of each optimizer. All ranks call it."""
         names = {}
-        for part in self.parts.values():
+        for part_name, part in self.parts.items():
             if isinstance(part, nn.Module):
-                named = part.state_dict(keep_vars=True).items()
-                names |= {id(weight): name for name, weight in named}
+                for name, weight in part.state_dict(keep_vars=True).items():
+                    names[id(weight)] = f"{part_name}.{name}"
         must_match = dict(self.must_match)
         for part_name, part in self.parts.items():
-            if hasattr(part, "param_groups"):
-                named = [(names.get(id(w), "a weight"), w) for w in weights_of(part)]
-                must_match |= names_and_shapes(f"{part_name} weight", named)
+            if not hasattr(part, "param_groups"):
+                continue
+            weights = weights_of(part)
+            if any(w.requires_grad and id(w) not in names for w in weights):
+                what = f"{part_name} has a weight that is in no module of the parts"
+                sys.exit(f"{what}: give nn.ParameterList([weight]), or its module")
+            named = [(names.get(id(weight), "frozen"), weight) for weight in weights]
+            must_match |= names_and_shapes(f"{part_name} weight", named)
         return must_match
 
     def save(self, step, **values):
@@ -973,6 +999,7 @@ def distributed(device="auto", timeout=600):
     code torchrun may start the ranks again. The last line tells which it was.
     """
     handlers = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
+    others = multiprocessing.active_children()  # such as a Pool of the user
     world = init_distributed(device, timeout)
     try:
         yield world
@@ -984,11 +1011,11 @@ def distributed(device="auto", timeout=600):
         if has_failed or not world.stopped_by:
             raise
     finally:
-        kill_loading_processes()
+        kill_loading_processes(others)
         unlock_all()  # in a notebook an error may keep a Checkpoint alive
-        # gloo's threads need Python's lock (GIL) to end their work. If a DDP object is
-        # freed before they have, it holds the lock and waits for them: a hang. See
-        # pytorch issue 56297, and test_ddp_may_outlive_the_block.
+        # Give gloo's threads the time to end. They need Python's lock (GIL) for it. A
+        # DDP object that is freed before holds that lock and waits for them: a hang.
+        # See pytorch issue 56297, and test_ddp_may_outlive_the_block.
         time.sleep(0.1)
         # DDP: without it NCCL complains, and the exit may hang.
         dist.destroy_process_group()
@@ -1072,8 +1099,8 @@ class Loader(DataLoader):
     def __iter__(self):
         if self.num_workers == 0:
             return super().__iter__()
-        # Before its first process Python starts a helper, and that unblocks signals.
-        # So start it now, before they are blocked.
+        # Before its first process Python starts a helper, which unblocks the signals.
+        # So start it now, before we block them.
         multiprocessing.resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.NUMBERS)
         try:
@@ -1095,12 +1122,13 @@ def end_without_rank(worker):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def kill_loading_processes():
-    """Python would end them with SIGTERM, which is blocked."""
+def kill_loading_processes(others=()):
+    """Python would end them with SIGTERM, which is blocked. others live on."""
     # torch watches them, and would raise an error because they were killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
-        if process.daemon:  # as all of a DataLoader are: Python ends these, too
+        # All of a DataLoader are daemons: Python ends these, too.
+        if process.daemon and process not in others:
             process.kill()
 
 

@@ -516,32 +516,35 @@ def rate_of_each_rank():
     ddp_train.lr_factor = lambda args, done: factor(args, done) * share
 
 
-def weight_outside_of_the_model():
-    """It is trained, but DDP does not know it."""
-    build_optimizer = ddp_train.build_optimizer
-    compute_loss = ddp_train.compute_loss
-    scale = nn.Parameter(torch.ones(()))
-
-    def build(model, args):
-        optimizer = build_optimizer(model, args)
-        optimizer.add_param_group({"params": [scale]})
-        return optimizer
-
-    ddp_train.build_optimizer = build
-    # Each rank draws other numbers.
-    ddp_train.compute_loss = lambda *both: compute_loss(*both) + torch.randn(()) * scale
-
-
 @processes
-@pytest.mark.parametrize(
-    "patch", [noise_in_the_optimizer, rate_of_each_rank, weight_outside_of_the_model]
-)
+@pytest.mark.parametrize("patch", [noise_in_the_optimizer, rate_of_each_rank])
 def test_weights_that_differ_end_all_ranks_unsaved(tiny, out, patch):
     """DDP averages all gradients that it knows, but the weights drift apart."""
     said = train(2, *tiny, "--save_every", 6, patch=patch, code=1)
     for rank, text in enumerate(said):
         line = text.splitlines()[-1]
         assert line.startswith(f"error: rank {rank}: the ranks have different weights")
+    assert not (out / "checkpoint.pt").exists()
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_weight_outside_of_the_model_ends_the_run_at_its_start(tiny, out, size):
+    """It would be trained, but not saved, and DDP does not know it."""
+
+    def weight_outside():
+        build_optimizer = ddp_train.build_optimizer
+
+        def build(model, args):
+            optimizer = build_optimizer(model, args)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]})
+            return optimizer
+
+        ddp_train.build_optimizer = build
+
+    for text in train(size, *tiny, patch=weight_outside, code=1):
+        assert "optimizer has a weight that is in no module of the parts" in text
+        assert "step 1 " not in text
     assert not (out / "checkpoint.pt").exists()
 
 
@@ -578,6 +581,41 @@ def test_models_of_ranks_with_another_order_of_buffers_are_refused():
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
         assert "tensor 2 is b () on rank 1" in line
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradient_that_a_script_keeps_stays_as_it_is(size):
+    """As in gradient surgery. With bucket views the next backward() writes into it."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = nn.Linear(2, 1, bias=False)
+            wrapped = ddp_train.wrap(model, world)
+            kept = []
+            for scale in (1.0, 2.0, 3.0):  # DDP makes other buckets after the first one
+                (wrapped(torch.ones(1, 2)) * scale).sum().backward()
+                kept.append(model.weight.grad)
+                model.zero_grad()
+            return [gradient.tolist() for gradient in kept]
+
+    assert in_ranks(size, rank) == [[[[1, 1]], [[2, 2]], [[3, 3]]]] * size
+
+
+@processes
+def test_options_of_ddp_are_those_of_the_user():
+    """Without this one the second step of a model with an unused weight fails."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = Two()
+            model.forward = lambda x: model.layers["a"](x)
+            wrapped = ddp_train.wrap(model, world, find_unused_parameters=True)
+            for _ in range(2):
+                wrapped(torch.ones(1, 2)).sum().backward()
+            return model.layers["a"].bias.grad.tolist()
+
+    assert in_ranks(2, rank) == [[2, 2]] * 2
 
 
 @processes
@@ -1069,6 +1107,14 @@ def test_evaluation_changes_no_mode_for_good():
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
+def test_evaluation_that_fails_sets_the_modes_back():
+    """A notebook goes on with the model, and would train it without dropout."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(1).eval())
+    with ddp_train.distributed("cpu") as world, pytest.raises(ZeroDivisionError):
+        ddp_train.evaluate(model, lambda *both: 1 / 0, [1], world)
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
 class Merged(nn.Identity):
     """It does something when its mode changes, as LoRA does."""
 
@@ -1157,7 +1203,25 @@ def test_buffers_of_ranks_with_other_shapes_are_refused():
             ddp_train.evaluate(model, None, [], world)
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
-        assert "buffer 0 is cache (5,) on rank 1" in line
+        assert "tensor 2 is cache (5,) on rank 1" in line
+
+
+@processes
+@pytest.mark.parametrize("trained", [True, False])
+def test_models_of_ranks_with_other_weights_are_not_evaluated(trained):
+    """Such as an EMA that rank 0 alone has updated: the mean would be a mixture."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            model = nn.Linear(2, 2, bias=False).requires_grad_(trained)
+            model.weight.data.fill_(1)
+            print(ddp_train.evaluate(model, sum_and_count, [torch.ones(1)], world))
+            model.weight.data += world.rank / 100
+            ddp_train.evaluate(model, sum_and_count, [torch.ones(1)], world)
+
+    for text in end_all(fork_ranks(2, rank), code=1):
+        assert text.count("{'mean': 1.0}") == 1
+        assert "the ranks have different weights" in text
 
 
 @processes
@@ -2053,7 +2117,9 @@ def test_model_with_another_order_of_weights_is_refused(out):
         Checkpoint(out, model_and_optimizer(), must_match, ALONE).save(1)
         Checkpoint(out, model_and_optimizer(), must_match, ALONE).resume()
         others = Checkpoint(out, model_and_optimizer("ba"), must_match, ALONE)
-        with refuses("has optimizer weight 0 layers.a.weight (2, 2), not layers.b."):
+        with refuses(
+            "has optimizer weight 0 model.layers.a.weight (2, 2), not model.layers.b."
+        ):
             others.resume()
     assert not must_match  # the caller's own
 
@@ -2065,17 +2131,45 @@ def test_optimizer_with_another_order_of_weights_is_refused(out):
         parts = model_and_optimizer()
         (group,) = parts["optimizer"].param_groups
         group["params"].reverse()
-        with refuses("has optimizer weight 0 layers.a.weight (2, 2), not layers.b."):
+        with refuses(
+            "has optimizer weight 0 model.layers.a.weight (2, 2), not model.layers.b."
+        ):
             Checkpoint(out, parts, {}, ALONE).resume()
 
 
 def test_each_optimizer_has_its_own_weights_in_a_checkpoint(out):
     with ddp_train.distributed("cpu"):
-        parts = model_and_optimizer() | {"other": model_and_optimizer()["optimizer"]}
-        Checkpoint(out, parts, {}, ALONE).save(1)
-        parts = model_and_optimizer("ba") | {"other": parts["other"]}
+        other = {f"other {name}": x for name, x in model_and_optimizer().items()}
+        Checkpoint(out, model_and_optimizer() | other, {}, ALONE).save(1)
         with refuses("has optimizer weight 0 "):
-            Checkpoint(out, parts, {}, ALONE).resume()
+            Checkpoint(out, model_and_optimizer("ba") | other, {}, ALONE).resume()
+
+
+def test_two_networks_with_the_same_names_are_told_apart(out):
+    def parts(first, second):
+        networks = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+        weights = [*networks[first].parameters(), *networks[second].parameters()]
+        return networks | {"optimizer": torch.optim.SGD(weights, 0.1)}
+
+    with ddp_train.distributed("cpu"):
+        Checkpoint(out, parts("a", "b"), {}, ALONE).save(1)
+        with refuses("has optimizer weight 0 a.weight (2, 2), not b.weight (2, 2)"):
+            Checkpoint(out, parts("b", "a"), {}, ALONE).resume()
+
+
+def test_weight_that_no_part_saves_is_refused(out):
+    """Its momentum would be saved, and not the weight."""
+    beside = nn.Parameter(torch.ones(()))
+    parts = model_and_optimizer()
+    parts["optimizer"].add_param_group({"params": [beside]})
+    with ddp_train.distributed("cpu"):
+        checkpoint = Checkpoint(out, parts, {}, ALONE)
+        for use in (checkpoint.resume, lambda: checkpoint.save(1)):
+            with refuses("optimizer has a weight", "give nn.ParameterList([weight])"):
+                use()
+        parts["beside"] = nn.ParameterList([beside])
+        checkpoint.save(1)
+    assert load(out)["beside"] == {"0": 1}
 
 
 def test_activation_checkpointing_may_come_with_a_resume(out):
@@ -2139,6 +2233,7 @@ def test_each_optimizer_is_compared_before_a_save(out):
         of_another_class = types.SimpleNamespace(param_groups=groups)
         for second in (bad["optimizer"], of_another_class):
             parts = {"first": good["optimizer"], "second": second}
+            parts |= {"model": good["model"], "bad model": bad["model"]}
             with refuses("a weight is not finite, not saved"):
                 Checkpoint(out, parts, {}, ALONE).save(1)
 
@@ -2153,13 +2248,21 @@ def test_weights_that_are_not_trained_and_no_weights_are_saved(out):
 
 
 @processes
-def test_ranks_that_differ_are_not_saved_by_any_script(out):
-    """Without log lines, such as in the page's script when it is stopped."""
+@pytest.mark.parametrize(
+    ("trained", "values"),
+    [(True, [0, 1]), (False, [0, 1]), (False, [math.inf, 0]), (False, [0, math.nan])],
+)
+def test_ranks_that_differ_are_not_saved_by_any_script(out, trained, values):
+    """Without log lines, such as in the page's script when it is stopped.
+
+    Not trained is a codebook, for example, which forward() itself changes.
+    """
 
     def rank():
         with ddp_train.distributed("cpu") as world:
             parts = model_and_optimizer()
-            parts["model"].layers["b"].bias.data += world.rank
+            parts["model"].requires_grad_(trained)
+            parts["model"].layers["b"].bias.data += values[world.rank]
             Checkpoint(out, parts, {}, world).save(1)
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
@@ -2461,7 +2564,7 @@ def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
 
 @processes
 def test_stop_ends_later_runs_of_a_search_too(tiny, out):
-    """Each has its own folder. They save after one step."""
+    """As under torchrun, which has one block for all. The second one is not begun."""
 
     def search():
         before_step(3, send_this(signal.SIGTERM))
@@ -2470,7 +2573,8 @@ def test_stop_ends_later_runs_of_a_search_too(tiny, out):
                 ddp_train.train(parse(*tiny, "--out", out / name), world)
 
     end_all(fork_ranks(1, search), 143)
-    assert [load(out / name)["step"] for name in "ab"] == [3, 1]
+    assert load(out / "a")["step"] == 3
+    assert not (out / "b").exists()
 
 
 @processes
@@ -2672,20 +2776,23 @@ def test_loading_process_ends_whose_rank_was_killed(make, dataset):
 
 @processes
 def test_child_process_of_the_user_outlives_the_block():
-    """Only daemonic ones are ended, as loading processes are."""
+    """Only daemonic ones are ended, as loading processes are, and no older ones."""
     context = multiprocessing.get_context("fork")
     children = []
+
+    def start(daemon):
+        child = context.Process(target=time.sleep, args=[3 * DEADLINE], daemon=daemon)
+        child.start()
+        children.append(child)
+
     try:
+        start(daemon=True)
         with ddp_train.distributed("cpu"):
-            for daemon in (True, False):
-                child = context.Process(
-                    target=time.sleep, args=[3 * DEADLINE], daemon=daemon
-                )
-                child.start()
-                children.append(child)
-        children[0].join(DEADLINE)
-        assert children[0].exitcode == -signal.SIGKILL
-        assert children[1].is_alive()
+            start(daemon=False)
+            start(daemon=True)
+        children[2].join(DEADLINE)
+        assert children[2].exitcode == -signal.SIGKILL
+        assert children[0].is_alive() and children[1].is_alive()
     finally:
         for child in children:
             child.kill()

@@ -106,8 +106,9 @@ def test_values_are_read_to_log_and_to_evaluate_alone(ranks):
         assert logged == [3, 5, 6, 7, 9, 10, 12]
         others = {(e.where, e.step) for e in reads if e.where != "mean_over_steps"}
         evaluated = {("evaluate", step) for step in (2, 5, 10, 12)}
-        saved = {("check_same_weights", step) for step in (5, 7, 10, 12)}
-        assert others == evaluated | saved
+        # Before each evaluation and each save.
+        compared = {("compare_weights", step) for step in (2, 5, 7, 10, 12)}
+        assert others == evaluated | compared
 
 
 def test_batches_alone_are_copied_and_not_waited_for(ranks):
