@@ -30,8 +30,8 @@ call", and section ENDINGS. Four rules are left to whoever changes the script:
      and torchrun then ends the others.
 
 Replace the sections MODEL and DATA with yours: MODEL_OPTIONS, build_model(),
-build_optimizer(), compute_loss(), score(); load_data(). In OPTIONS replace --data and
---dropout. A collate_fn goes to both loaders in train().
+build_optimizer(), compute_loss(), score(); load_data(). In OPTIONS replace --data, and
+--dropout in two places. A collate_fn goes to both loaders in train().
 
 A second start resumes the run in the folder --out. Another model, seed or data are then
 refused. Other options, such as --lr, may change: the log says so. To begin a new run,
@@ -216,10 +216,10 @@ def load_data(args):
 def train(args, world):
     """The whole run. All ranks call it."""
     # ---- Set up
-    stop = StopSignal(world)
     # DDP: else a random split in load_data() would differ between the ranks.
     seed_all("data", args.seed)
     train_set, val_set, data_text = load_data(args)
+    stop = StopSignal(world)  # not before: a Pool in load_data() would inherit it
     n = len(train_set)
     data_text = f"{n} samples, {len(val_set)} held out, {data_text}"
     settings = settings_of(args, world, data_text)
@@ -765,7 +765,7 @@ class Checkpoint:
             weights = weights_of(part)
             if any(w.requires_grad and id(w) not in names for w in weights):
                 what = f"{part_name} has a weight that is in no module of the parts"
-                sys.exit(f"{what}: give nn.ParameterList([weight]), or its module")
+                sys.exit(f"{what}: add its module, or make it an nn.Parameter of one")
             named = [(names.get(id(weight), "frozen"), weight) for weight in weights]
             must_match |= names_and_shapes(f"{part_name} weight", named)
         return must_match
@@ -999,7 +999,7 @@ def distributed(device="auto", timeout=600):
     code torchrun may start the ranks again. The last line tells which it was.
     """
     handlers = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
-    others = multiprocessing.active_children()  # such as a Pool of the user
+    others = multiprocessing.active_children()  # processes of the user
     world = init_distributed(device, timeout)
     try:
         yield world
@@ -1127,8 +1127,10 @@ def kill_loading_processes(others=()):
     # torch watches them, and would raise an error because they were killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
-        # All of a DataLoader are daemons: Python ends these, too.
-        if process.daemon and process not in others:
+        # All of a DataLoader are daemons: Python ends these, too. Not those of a Pool:
+        # one that is killed may hold a lock, and the Pool would wait for it for ever.
+        of_pool = "PoolWorker" in process.name
+        if process.daemon and not of_pool and process not in others:
             process.kill()
 
 

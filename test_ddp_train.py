@@ -2165,11 +2165,11 @@ def test_weight_that_no_part_saves_is_refused(out):
     with ddp_train.distributed("cpu"):
         checkpoint = Checkpoint(out, parts, {}, ALONE)
         for use in (checkpoint.resume, lambda: checkpoint.save(1)):
-            with refuses("optimizer has a weight", "give nn.ParameterList([weight])"):
+            with refuses("optimizer has a weight", "make it an nn.Parameter of one"):
                 use()
-        parts["beside"] = nn.ParameterList([beside])
+        parts["model"].beside = beside
         checkpoint.save(1)
-    assert load(out)["beside"] == {"0": 1}
+    assert load(out)["model"]["beside"] == 1
 
 
 def test_activation_checkpointing_may_come_with_a_resume(out):
@@ -2797,6 +2797,46 @@ def test_child_process_of_the_user_outlives_the_block():
         for child in children:
             child.kill()
             child.join()
+
+
+@processes
+def test_process_in_load_data_inherits_no_handler(tiny):
+    """As that of a Pool, which ends its processes with SIGTERM, and waits for them."""
+
+    def process_in_load_data():
+        load_data = ddp_train.load_data
+
+        def load(args):
+            context = multiprocessing.get_context("fork")
+            child = context.Process(target=time.sleep, args=[3 * DEADLINE])
+            child.start()
+            child.terminate()
+            child.join(DEADLINE)
+            if child.exitcode != -signal.SIGTERM:
+                child.kill()
+                sys.exit("SIGTERM has not ended it")
+            return load_data(args)
+
+        ddp_train.load_data = load
+
+    train(1, *tiny, "--max_steps", 1, patch=process_in_load_data)
+
+
+@processes
+def test_pool_of_the_user_outlives_the_block():
+    """Also one that was made inside. With a killed process its end would hang."""
+
+    def rank():
+        with ddp_train.distributed("cpu"):
+            pool = multiprocessing.get_context("fork").Pool(1)
+            before = pool.apply(os.getpid)
+        assert pool.apply(os.getpid) == before
+        pool.terminate()
+        pool.join()
+
+    [alone] = fork_ranks(1, rank)
+    alone.end(0)
+    alone.leaves_none()
 
 
 # ---- Launchers -----------------------------------------------------------------------
