@@ -1062,10 +1062,10 @@ class StopSignal:
     """
 
     NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+    PARENT = os.getppid()  # torchrun, if it has started this rank
 
     def __init__(self, world):
         self.world = world
-        self.parent = os.getppid()
         for number in self.NUMBERS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.remember)
@@ -1080,7 +1080,7 @@ class StopSignal:
 
     def requested(self):
         """The number of the signal, or 0. All ranks call it."""
-        if dist.is_torchelastic_launched() and os.getppid() != self.parent:
+        if dist.is_torchelastic_launched() and os.getppid() != self.PARENT:
             # torchrun was killed. Nobody would look after this rank.
             self.world.received = signal.SIGTERM
         flag = torch.tensor(int(self.world.received))

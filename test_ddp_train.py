@@ -2555,7 +2555,7 @@ def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
     with pytest.raises(SystemExit) as error:
         with ddp_train.distributed("cpu") as world:
             stop = StopSignal(world)
-            stop.parent = -1
+            stop.PARENT = -1
             assert stop.requested() == world.stopped_by == 0
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
             assert stop.requested() == world.stopped_by == signal.SIGTERM
@@ -2893,12 +2893,13 @@ def test_run_single_restarts_a_rank_that_was_killed(tiny, untouched, tmp_path):
 
 
 @processes
-def test_ranks_save_and_stop_when_torchrun_is_killed(tiny, out):
-    run = launch(*torchrun(2, PATCHED, "kill_torchrun_in_step_3", *tiny))
+@pytest.mark.parametrize(("when", "step"), [("load_data", 1), ("step_3", 3)])
+def test_ranks_save_and_stop_when_torchrun_is_killed(when, step, tiny, out):
+    run = launch(*torchrun(2, PATCHED, f"kill_torchrun_in_{when}", *tiny))
     run.end(-9)
     run.leaves_none()
-    assert "stopped by signal 15, saved at step 3\n" in run.text
-    assert load(out)["step"] == 3
+    assert f"stopped by signal 15, saved at step {step}\n" in run.text
+    assert load(out)["step"] == step
 
 
 @processes

@@ -509,6 +509,18 @@ def kill_torchrun_in_step_3():
     before_step(3, kill_parent, rank=1)
 
 
+def kill_torchrun_in_load_data():
+    load_data = ddp_train.load_data
+
+    def kill_and_load(args):
+        if os.environ["RANK"] == "1":
+            kill_parent()
+        ddp_train.all_gather("killed")  # rank 0 waits for it
+        return load_data(args)
+
+    ddp_train.load_data = kill_and_load
+
+
 def kill_parent():
     parent = os.getppid()
     os.kill(parent, signal.SIGKILL)
