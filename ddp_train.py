@@ -64,7 +64,7 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
@@ -591,6 +591,7 @@ class World:
     device: torch.device
     received: int = 0  # the signal that this rank has got: see ENDINGS
     stopped_by: int = 0  # the signal that has stopped the run, on all ranks
+    parent: int = field(default_factory=os.getppid)  # torchrun, if it started this rank
 
 
 has_joined = False  # this process was launched as a rank, and has joined the group
@@ -1062,7 +1063,6 @@ class StopSignal:
     """
 
     NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-    PARENT = os.getppid()  # torchrun, if it has started this rank
 
     def __init__(self, world):
         self.world = world
@@ -1080,7 +1080,7 @@ class StopSignal:
 
     def requested(self):
         """The number of the signal, or 0. All ranks call it."""
-        if dist.is_torchelastic_launched() and os.getppid() != self.PARENT:
+        if dist.is_torchelastic_launched() and os.getppid() != self.world.parent:
             # torchrun was killed. Nobody would look after this rank.
             self.world.received = signal.SIGTERM
         flag = torch.tensor(int(self.world.received))

@@ -2555,7 +2555,7 @@ def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
     with pytest.raises(SystemExit) as error:
         with ddp_train.distributed("cpu") as world:
             stop = StopSignal(world)
-            stop.PARENT = -1
+            world.parent = -1
             assert stop.requested() == world.stopped_by == 0
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
             assert stop.requested() == world.stopped_by == signal.SIGTERM
