@@ -513,6 +513,7 @@ def kill_torchrun_in_load_data():
     load_data = ddp_train.load_data
 
     def kill_and_load(args):
+        ddp_train.all_gather("joined")  # until then they need torchrun's store
         if os.environ["RANK"] == "1":
             kill_parent()
         ddp_train.all_gather("killed")  # rank 0 waits for it
