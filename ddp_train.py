@@ -291,7 +291,7 @@ def train(args, world):
         if batches is None or done == 0:
             # DDP: else every epoch has the same order.
             loader.sampler.set_epoch(epoch, done)
-            # Loading processes get their seeds from it, different ones at each place.
+            # Loading processes get seeds from it when they start: others in a resume.
             loader.generator.manual_seed(seed_of("load", args.seed, place, world.rank))
             batches = iter(loader)
         if not results:
@@ -332,7 +332,6 @@ def train(args, world):
             checkpoint.save(step, **values)
         if stopped_by and step < last_step:
             log.say(f"stopped by signal {stopped_by}, saved at step {step}")
-            all_gather("saved")  # a rank that ends early may break the save of others
             sys.exit(0)  # a search over options ends, too: see distributed()
         if to_evaluate:
             evaluate_now()
@@ -368,7 +367,7 @@ def train_step(wrapped, batches, optimizer, autocast, args, world):
         context = contextlib.nullcontext()
         if i < args.accum - 1 and world.size > 1:
             # DDP: no averaging yet: the gradients of the batches add up on this rank.
-            # The last backward() averages the sums. Else each would: but slower.
+            # The last backward() averages the sums. To average in each would be slower.
             context = wrapped.no_sync()  # a compiled DDP has it, too
         with context:
             with autocast:
@@ -498,7 +497,7 @@ def train_loader(dataset, batch_size, world, seed, workers=0, **options):
 
     All ranks call it, with the same seed. Before each epoch call
     loader.sampler.set_epoch(epoch). What is left over is less than a batch for each
-    rank. It waits for another epoch, which has another order.
+    rank. It is left out: the next epoch shuffles all samples anew.
     workers: how many processes load for this rank; with 0 it loads by itself.
     options: others of DataLoader, such as collate_fn.
     """
@@ -744,6 +743,7 @@ class Checkpoint:
         self.parts = parts
         self.must_match = must_match
         self.world = world
+        self.stop_is_saved = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
@@ -774,26 +774,33 @@ class Checkpoint:
     def save(self, step, **values):
         """Write all parts, and values that are plain Python. All ranks call it.
 
-        It ends the run if weights of an optimizer differ, or are not finite.
+        It ends the run if the ranks differ in the values, or in the weights of an
+        optimizer; if a weight is not finite; and if a run goes on after a stop.
         """
+        if self.stop_is_saved:
+            sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
+        self.stop_is_saved = self.world.stopped_by > 0
+        values = dict(values, step=step)
+        # DDP: rank 0 saves its own values, and all ranks load them. Else a sum over the
+        # samples of another rank would be lost.
+        check_alike({f"the value {name}": repr(v) for name, v in values.items()})
         for part in self.parts.values():
             if hasattr(part, "param_groups"):  # an optimizer, or one made of several
                 check_same_weights(part)
         # A part may need all ranks for this.
         states = {name: part.state_dict() for name, part in self.parts.items()}
         must_match = self.all_that_must_match()
-        # DDP: one rank writes. Else all would write into one file. The others wait for
-        # it in their next collective.
-        if self.world.rank > 0:
-            return
         content = dict(  # it raises an error if a name comes twice
-            step=step,
             must_match=must_match,
             time=time.time(),  # two nodes may have files of the same step
             **states,
             **values,
         )
-        write_whole(self.path, content)
+        # DDP: one rank writes. Else all would write into one file.
+        if self.world.rank == 0:
+            write_whole(self.path, content)
+        if self.world.size > 1:
+            all_gather("saved")  # a rank that ends early may break the save of others
 
     def resume(self):
         """Load the checkpoint with the most steps that any rank has. All ranks call it.
@@ -968,7 +975,7 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0, help="of data, weights, order, dropout")
     add("--log_every", type=int, default=20, help="steps")
     add("--eval_every", type=int, help="steps; also after each epoch")
-    add("--save_every", type=int, default=100, help="steps")
+    add("--save_every", type=int, default=100, help="steps; also at each evaluation")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPU")
     add("--timeout", type=int, default=600, help="seconds to wait for a rank")
     # The old launcher, torch.distributed.launch, passes this. It is not used.
@@ -1020,12 +1027,14 @@ def distributed(device="auto", timeout=600):
         time.sleep(0.1)
         # DDP: without it NCCL complains, and the exit may hang.
         dist.destroy_process_group()
-        for number, handler in handlers.items():
-            if handler is not None:  # else Python has not set it, and cannot now
-                signal.signal(number, handler)
+        with contextlib.suppress(ValueError):  # a thread cannot set any
+            for number, handler in handlers.items():
+                if handler is not None:  # else Python has not set it, and cannot now
+                    signal.signal(number, handler)
     if world.stopped_by:
         code = 128 + world.stopped_by
-        if dist.is_torchelastic_launched():  # that is torchrun
+        # is_torchelastic_launched(): by torchrun. It may have been killed.
+        if dist.is_torchelastic_launched() and os.getppid() == world.parent:
             code = 0
         sys.exit(code)
 
@@ -1125,7 +1134,8 @@ def end_without_rank(worker):
 def kill_loading_processes(others=()):
     """Python would end them with SIGTERM, which is blocked. others live on."""
     # torch watches them, and would raise an error because they were killed.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(ValueError):  # a thread cannot set it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         # All of a DataLoader are daemons: Python ends these, too. Not those of a Pool:
         # one that is killed may hold a lock, and the Pool would wait for it for ever.

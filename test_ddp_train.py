@@ -27,6 +27,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -2271,6 +2272,68 @@ def test_ranks_that_differ_are_not_saved_by_any_script(out, trained, values):
 
 
 @processes
+@pytest.mark.parametrize(
+    "value", [lambda rank: 0.1 + rank, lambda rank: {"hidden": torch.full((2,), rank)}]
+)
+def test_value_that_differs_between_ranks_is_not_saved(out, value):
+    """All would load that of rank 0: a sum over its samples, the state of its batch."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            checkpoint = Checkpoint(out, {"part": Part()}, {}, world)
+            checkpoint.save(1, mine={"a": [world.size, math.nan]})
+            checkpoint.save(2, same=0.5, mine=value(world.rank))
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert f"the value mine is {value(1)} on rank 1 (" in line
+        assert f"), but {value(0)} on rank 0 (" in line
+    assert load(out)["step"] == 1
+
+
+@processes
+def test_ranks_of_other_steps_are_not_saved(out):
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            Checkpoint(out, {"part": Part()}, {}, world).save(world.rank)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        assert "the value step is 1 on rank 1 (" in line
+    assert not (out / "checkpoint.pt").exists()
+
+
+@processes
+def test_rank_leaves_a_save_when_the_file_is_whole(out):
+    """If it ended its process before, a launcher might end rank 0 in its write."""
+
+    def rank():
+        fsync = os.fsync
+
+        def slow_fsync(number):
+            time.sleep(1)
+            fsync(number)
+
+        os.fsync = slow_fsync
+        with ddp_train.distributed("cpu") as world:
+            Checkpoint(out, {"part": Part()}, {}, world).save(1)
+            return (out / "checkpoint.pt").exists()
+
+    assert in_ranks(2, rank) == [True, True]
+
+
+def test_run_that_goes_on_after_a_stop_is_not_saved_again(out):
+    """As if a function that trains an epoch returned to the loop over the epochs."""
+    world = ddp_train.World(0, 1, torch.device("cpu"))
+    checkpoint = Checkpoint(out, {"part": Part()}, {}, world)
+    checkpoint.save(1)
+    checkpoint.save(2)
+    world.stopped_by = signal.SIGTERM
+    checkpoint.save(3, epoch=0)
+    with refuses("the run goes on after the save of a stop: call sys.exit(0)"):
+        checkpoint.save(4, epoch=1)
+    assert load(out)["step"] == 3
+
+
+@processes
 def test_folder_that_was_removed_is_made_anew(tiny, out):
     """By a save: else the work of the run would be lost."""
 
@@ -2559,7 +2622,7 @@ def test_rank_stops_when_torchrun_is_gone(handlers, monkeypatch):
             assert stop.requested() == world.stopped_by == 0
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
             assert stop.requested() == world.stopped_by == signal.SIGTERM
-    assert error.value.code == 0
+    assert error.value.code == 128 + signal.SIGTERM  # nobody starts it again
 
 
 @processes
@@ -2617,14 +2680,43 @@ def test_stopped_script_of_a_user_ends_with_128_and_the_number(out, env, code, l
                     os.kill(os.getpid(), signal.SIGTERM)
                 if stop.requested():
                     break
-            if world.rank == 0:
-                checkpoint.save(step)
+            checkpoint.save(step)
             leave()
 
     end_all(fork_ranks(2, script, [env, env]), code)
     assert load(out)["step"] == 4
     end_all(fork_ranks(1, script))
     assert load(out)["step"] == 8
+
+
+@processes
+def test_rank_in_a_thread_says_why_it_fails():
+    def rank():
+        thread = threading.Thread(target=fail_in_the_block)
+        thread.start()
+        thread.join()
+
+    def fail_in_the_block():
+        with ddp_train.distributed("cpu") as world:
+            if world.rank == 1:
+                sys.exit("the reason")
+
+    said = [rank.end(1) for rank in fork_ranks(2, rank)]
+    assert said[1] == "error: rank 1: the reason\n"
+
+
+def test_thread_may_be_in_the_block_and_another_one_after_it():
+    def work(results):
+        with ddp_train.distributed("cpu"):
+            results.append(ddp_train.all_gather(1))
+        results.append("left")
+
+    for _ in range(2):
+        results = []
+        thread = threading.Thread(target=work, args=[results])
+        thread.start()
+        thread.join()
+        assert results == [[1], "left"]
 
 
 @processes
@@ -2900,6 +2992,28 @@ def test_ranks_save_and_stop_when_torchrun_is_killed(when, step, tiny, out):
     run.leaves_none()
     assert f"stopped by signal 15, saved at step {step}\n" in run.text
     assert load(out)["step"] == step
+
+
+@processes
+def test_ranks_of_a_launcher_in_python_stop_when_it_is_killed(tiny, out):
+    """As that of a notebook whose kernel is killed. It starts the ranks by a fork."""
+    script = [
+        "import sys",
+        f"sys.path[:0] = {sys.path!r}",
+        "import harness",
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch",
+        "def rank():",
+        "    harness.kill_torchrun_in_step_3()",
+        "    harness.main(*sys.argv[1:])",
+        "options = dict(start_method='fork', rdzv_backend='c10d', max_restarts=0)",
+        "config = LaunchConfig(1, 1, 2, rdzv_endpoint='localhost:0', **options)",
+        "elastic_launch(config, rank)()",
+    ]
+    run = launch(sys.executable, "-c", "\n".join(script), *tiny)
+    run.end(-9)
+    run.leaves_none()
+    assert "saved at step 3\n" in run.text
+    assert load(out)["step"] == 3
 
 
 @processes

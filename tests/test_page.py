@@ -5,10 +5,13 @@ Each command in it exists, each program in it runs, each file that it names is t
 
 import functools
 import itertools
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -357,6 +360,33 @@ def test_items_of_a_stream_are_read_once_by_ranks_and_loading_processes():
         loader = torch.utils.data.DataLoader(stream, None, num_workers=2)
         read += list(loader)
     assert sorted(read) == list(range(23))
+
+
+@pytest.mark.processes
+def test_stream_that_is_stopped_is_saved(tmp_path):
+    """Its loading processes get the signal, too. Those of a DataLoader would end."""
+    name = inline("ddp_train.Loader").split(".")[1]
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            stop = ddp_train.StopSignal(world)
+            stream = Numbers(inline("number % "), world, 2)
+            loader = getattr(ddp_train, name)(stream, 1, num_workers=2)
+            parts = {"model": nn.Linear(1, 1)}
+            checkpoint = ddp_train.Checkpoint(tmp_path, parts, {}, world)
+            for step, _ in enumerate(loader):
+                if step == 2:
+                    for process in (*multiprocessing.active_children(), None):
+                        pid = os.getpid() if process is None else process.pid
+                        os.kill(pid, signal.SIGTERM)
+                    time.sleep(1)  # a DataLoader raises an error now
+                if stop.requested():
+                    checkpoint.save(step)
+                    sys.exit(0)
+
+    end_all(fork_ranks(2, rank), 143)
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert content["step"] == 2
 
 
 @pytest.mark.processes
