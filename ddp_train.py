@@ -668,8 +668,8 @@ def check_alike(settings):
         for name in settings0 | other:
             value0, value = settings0.get(name), other.get(name)
             if value != value0:
-                here = f"{value} on rank {rank} ({host})"
-                sys.exit(f"{name} is {here}, but {value0} on rank 0 ({host0})")
+                here = f"{value!s:.200} on rank {rank} ({host})"
+                sys.exit(f"{name} is {here}, but {value0!s:.200} on rank 0 ({host0})")
 
 
 def names_and_shapes(what, named_tensors):
@@ -743,7 +743,7 @@ class Checkpoint:
         self.parts = parts
         self.must_match = must_match
         self.world = world
-        self.stop_is_saved = False
+        self.saved_at_stop = {}  # {name: text of a value}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
@@ -777,13 +777,19 @@ class Checkpoint:
         It ends the run if the ranks differ in the values, or in the weights of an
         optimizer; if a weight is not finite; and if a run goes on after a stop.
         """
-        if self.stop_is_saved:
-            sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
-        self.stop_is_saved = self.world.stopped_by > 0
         values = dict(values, step=step)
+        texts = {}
+        for name, value in values.items():
+            # The text of a tensor names the GPU, which is another one on each rank.
+            text = repr(value).replace(str(self.world.device), "")
+            texts[f"{name} (all_gather() it before save())"] = text
         # DDP: rank 0 saves its own values, and all ranks load them. Else a sum over the
         # samples of another rank would be lost.
-        check_alike({f"the value {name}": repr(v) for name, v in values.items()})
+        check_alike(texts)
+        if self.saved_at_stop not in ({}, texts):
+            sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
+        if self.world.stopped_by:
+            self.saved_at_stop = texts
         for part in self.parts.values():
             if hasattr(part, "param_groups"):  # an optimizer, or one made of several
                 check_same_weights(part)
@@ -1031,10 +1037,12 @@ def distributed(device="auto", timeout=600):
             for number, handler in handlers.items():
                 if handler is not None:  # else Python has not set it, and cannot now
                     signal.signal(number, handler)
+    if torchrun_is_gone(world):
+        # A launcher in Python may have started this rank. After 0 it would wait for it.
+        sys.exit(128 + signal.SIGTERM)
     if world.stopped_by:
         code = 128 + world.stopped_by
-        # is_torchelastic_launched(): by torchrun. It may have been killed.
-        if dist.is_torchelastic_launched() and os.getppid() == world.parent:
+        if dist.is_torchelastic_launched():  # that is torchrun
             code = 0
         sys.exit(code)
 
@@ -1089,13 +1097,17 @@ class StopSignal:
 
     def requested(self):
         """The number of the signal, or 0. All ranks call it."""
-        if dist.is_torchelastic_launched() and os.getppid() != self.world.parent:
-            # torchrun was killed. Nobody would look after this rank.
+        if torchrun_is_gone(self.world):
             self.world.received = signal.SIGTERM
         flag = torch.tensor(int(self.world.received))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         self.world.stopped_by = flag.item()
         return self.world.stopped_by
+
+
+def torchrun_is_gone(world):
+    """It was killed: nobody would look after this rank."""
+    return dist.is_torchelastic_launched() and os.getppid() != world.parent
 
 
 class Loader(DataLoader):

@@ -2273,7 +2273,12 @@ def test_ranks_that_differ_are_not_saved_by_any_script(out, trained, values):
 
 @processes
 @pytest.mark.parametrize(
-    "value", [lambda rank: 0.1 + rank, lambda rank: {"hidden": torch.full((2,), rank)}]
+    "value",
+    [
+        lambda rank: 0.1 + rank,
+        lambda rank: {"hidden": torch.full((2,), rank)},
+        lambda rank: 9999 * [rank],
+    ],
 )
 def test_value_that_differs_between_ranks_is_not_saved(out, value):
     """All would load that of rank 0: a sum over its samples, the state of its batch."""
@@ -2285,8 +2290,10 @@ def test_value_that_differs_between_ranks_is_not_saved(out, value):
             checkpoint.save(2, same=0.5, mine=value(world.rank))
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
-        assert f"the value mine is {value(1)} on rank 1 (" in line
-        assert f"), but {value(0)} on rank 0 (" in line
+        assert (
+            f": mine (all_gather() it before save()) is {value(1)!s:.200} on " in line
+        )
+        assert f"), but {value(0)!s:.200} on rank 0 (" in line
     assert load(out)["step"] == 1
 
 
@@ -2297,8 +2304,22 @@ def test_ranks_of_other_steps_are_not_saved(out):
             Checkpoint(out, {"part": Part()}, {}, world).save(world.rank)
 
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
-        assert "the value step is 1 on rank 1 (" in line
+        assert "step (all_gather() it before save()) is 1 on rank 1 (" in line
     assert not (out / "checkpoint.pt").exists()
+
+
+@processes
+def test_value_on_the_gpu_of_each_rank_is_saved(out):
+    """The text of a tensor there has the name of the GPU, as this text."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            world.device = torch.device("cuda", world.rank)
+            best = f"tensor(0.5, device='{world.device}')"
+            Checkpoint(out, {"part": Part()}, {}, world).save(1, best=best)
+
+    in_ranks(2, rank)
+    assert load(out)["best"] == "tensor(0.5, device='cuda:0')"
 
 
 @processes
@@ -2321,16 +2342,21 @@ def test_rank_leaves_a_save_when_the_file_is_whole(out):
 
 
 def test_run_that_goes_on_after_a_stop_is_not_saved_again(out):
-    """As if a function that trains an epoch returned to the loop over the epochs."""
+    """As if a function that trains an epoch returned to the loop over the epochs.
+
+    The same place may be saved again, as by a `finally`.
+    """
     world = ddp_train.World(0, 1, torch.device("cpu"))
     checkpoint = Checkpoint(out, {"part": Part()}, {}, world)
     checkpoint.save(1)
     checkpoint.save(2)
     world.stopped_by = signal.SIGTERM
     checkpoint.save(3, epoch=0)
-    with refuses("the run goes on after the save of a stop: call sys.exit(0)"):
-        checkpoint.save(4, epoch=1)
-    assert load(out)["step"] == 3
+    checkpoint.save(3, epoch=0)
+    for step, epoch in ((3, 1), (4, 0)):
+        with refuses("the run goes on after the save of a stop: call sys.exit(0)"):
+            checkpoint.save(step, epoch=epoch)
+    assert (load(out)["step"], load(out)["epoch"]) == (3, 0)
 
 
 @processes
@@ -2995,7 +3021,8 @@ def test_ranks_save_and_stop_when_torchrun_is_killed(when, step, tiny, out):
 
 
 @processes
-def test_ranks_of_a_launcher_in_python_stop_when_it_is_killed(tiny, out):
+@pytest.mark.parametrize("when", ["step_3", "the_last_evaluation"])
+def test_ranks_of_a_launcher_in_python_end_when_it_is_killed(when, tiny, out):
     """As that of a notebook whose kernel is killed. It starts the ranks by a fork."""
     script = [
         "import sys",
@@ -3003,17 +3030,16 @@ def test_ranks_of_a_launcher_in_python_stop_when_it_is_killed(tiny, out):
         "import harness",
         "from torch.distributed.launcher.api import LaunchConfig, elastic_launch",
         "def rank():",
-        "    harness.kill_torchrun_in_step_3()",
+        f"    harness.kill_torchrun_in_{when}()",
         "    harness.main(*sys.argv[1:])",
         "options = dict(start_method='fork', rdzv_backend='c10d', max_restarts=0)",
         "config = LaunchConfig(1, 1, 2, rdzv_endpoint='localhost:0', **options)",
         "elastic_launch(config, rank)()",
     ]
-    run = launch(sys.executable, "-c", "\n".join(script), *tiny)
+    run = launch(sys.executable, "-c", "\n".join(script), *tiny, "--max_steps", 4)
     run.end(-9)
     run.leaves_none()
-    assert "saved at step 3\n" in run.text
-    assert load(out)["step"] == 3
+    assert load(out)["step"] == (3 if when == "step_3" else 4)
 
 
 @processes

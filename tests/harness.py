@@ -509,6 +509,10 @@ def kill_torchrun_in_step_3():
     before_step(3, kill_parent, rank=1)
 
 
+def kill_torchrun_in_the_last_evaluation():
+    at_call(ddp_train, "evaluate", 1, kill_parent, rank=1)
+
+
 def kill_torchrun_in_load_data():
     load_data = ddp_train.load_data
 
