@@ -780,13 +780,17 @@ class Checkpoint:
         values = dict(values, step=step)
         texts = {}
         for name, value in values.items():
-            # The text of a tensor names the GPU, which is another one on each rank.
+            if isinstance(value, torch.Tensor):
+                value = value.tolist()  # the text of a long tensor is cut
+            # That of a tensor in a list names the GPU, another one on each rank.
             text = repr(value).replace(str(self.world.device), "")
             texts[f"{name} (all_gather() it before save())"] = text
         # DDP: rank 0 saves its own values, and all ranks load them. Else a sum over the
         # samples of another rank would be lost.
         check_alike(texts)
-        if self.saved_at_stop not in ({}, texts):
+        if self.saved_at_stop == texts:
+            return  # for example of a `finally`: this place is saved
+        if self.saved_at_stop:
             sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
         if self.world.stopped_by:
             self.saved_at_stop = texts

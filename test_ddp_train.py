@@ -2278,6 +2278,7 @@ def test_ranks_that_differ_are_not_saved_by_any_script(out, trained, values):
         lambda rank: 0.1 + rank,
         lambda rank: {"hidden": torch.full((2,), rank)},
         lambda rank: 9999 * [rank],
+        lambda rank: torch.arange(9999) == 5000 + rank,
     ],
 )
 def test_value_that_differs_between_ranks_is_not_saved(out, value):
@@ -2289,11 +2290,16 @@ def test_value_that_differs_between_ranks_is_not_saved(out, value):
             checkpoint.save(1, mine={"a": [world.size, math.nan]})
             checkpoint.save(2, same=0.5, mine=value(world.rank))
 
+    text = []
+    for of_rank in (value(0), value(1)):
+        if isinstance(of_rank, torch.Tensor):
+            of_rank = of_rank.tolist()
+        text.append(str(of_rank)[:200])
     for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
         assert (
-            f": mine (all_gather() it before save()) is {value(1)!s:.200} on " in line
+            f": mine (all_gather() it before save()) is {text[1]} on rank 1 (" in line
         )
-        assert f"), but {value(0)!s:.200} on rank 0 (" in line
+        assert f"), but {text[0]} on rank 0 (" in line
     assert load(out)["step"] == 1
 
 
@@ -2344,19 +2350,22 @@ def test_rank_leaves_a_save_when_the_file_is_whole(out):
 def test_run_that_goes_on_after_a_stop_is_not_saved_again(out):
     """As if a function that trains an epoch returned to the loop over the epochs.
 
-    The same place may be saved again, as by a `finally`.
+    At the same place, as by a `finally`, another save does nothing.
     """
     world = ddp_train.World(0, 1, torch.device("cpu"))
-    checkpoint = Checkpoint(out, {"part": Part()}, {}, world)
+    part = Part(state=5)
+    checkpoint = Checkpoint(out, {"part": part}, {}, world)
     checkpoint.save(1)
     checkpoint.save(2)
     world.stopped_by = signal.SIGTERM
     checkpoint.save(3, epoch=0)
+    part.state = {"state": 6}
     checkpoint.save(3, epoch=0)
     for step, epoch in ((3, 1), (4, 0)):
         with refuses("the run goes on after the save of a stop: call sys.exit(0)"):
             checkpoint.save(step, epoch=epoch)
     assert (load(out)["step"], load(out)["epoch"]) == (3, 0)
+    assert load(out)["part"] == {"state": 5}
 
 
 @processes
