@@ -781,15 +781,15 @@ class Checkpoint:
         texts = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                value = value.tolist()  # the text of a long tensor is cut
-            # That of a tensor in a list names the GPU, another one on each rank.
+                value = value.tolist()  # repr() shows only the ends of a long tensor
+            # That of a tensor in a list shows its GPU, and each rank has another GPU.
             text = repr(value).replace(str(self.world.device), "")
             texts[f"{name} (all_gather() it before save())"] = text
         # DDP: rank 0 saves its own values, and all ranks load them. Else a sum over the
         # samples of another rank would be lost.
         check_alike(texts)
         if self.saved_at_stop == texts:
-            return  # for example of a `finally`: this place is saved
+            return  # A `finally` may call it again for the place that it has saved.
         if self.saved_at_stop:
             sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
         if self.world.stopped_by:
@@ -1042,7 +1042,8 @@ def distributed(device="auto", timeout=600):
                 if handler is not None:  # else Python has not set it, and cannot now
                     signal.signal(number, handler)
     if torchrun_is_gone(world):
-        # A launcher in Python may have started this rank. After 0 it would wait for it.
+        # torch may have started this rank from a launcher in Python: after the code 0
+        # the rank would wait for that launcher.
         sys.exit(128 + signal.SIGTERM)
     if world.stopped_by:
         code = 128 + world.stopped_by

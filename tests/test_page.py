@@ -376,8 +376,8 @@ def test_stream_that_is_stopped_is_saved(tmp_path):
             checkpoint = ddp_train.Checkpoint(tmp_path, parts, {}, world)
             for step, _ in enumerate(loader):
                 if step == 2:
-                    for process in (*multiprocessing.active_children(), None):
-                        pid = os.getpid() if process is None else process.pid
+                    children = multiprocessing.active_children()
+                    for pid in (*[child.pid for child in children], os.getpid()):
                         os.kill(pid, signal.SIGTERM)
                     time.sleep(1)  # a DataLoader raises an error now
                 if stop.requested():
