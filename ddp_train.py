@@ -33,9 +33,9 @@ Replace the sections MODEL and DATA with yours: MODEL_OPTIONS, build_model(),
 build_optimizer(), compute_loss(), score(); load_data(). In OPTIONS replace --data, and
 --dropout in two places. A collate_fn goes to both loaders in train().
 
-A second start resumes the run in the folder --out. Another model, seed or data are then
-refused. Other options, such as --lr, may change: the log says so. To begin a new run,
-give another --out.
+A second start resumes the run in the folder --out. Weights of other names or shapes,
+another seed and other data are then refused. Other options, such as --lr, and the
+program may change: the log says so. To begin a new run, give another --out.
 
 The same global batch gives the same numbers, up to rounding, on any number of ranks and
 with any --accum: but not with dropout (each rank draws its own) or batch norm (it sees
@@ -332,7 +332,7 @@ def train(args, world):
             checkpoint.save(step, **values)
         if stopped_by and step < last_step:
             log.say(f"stopped by signal {stopped_by}, saved at step {step}")
-            sys.exit(0)  # a search over options ends, too: see distributed()
+            sys.exit(0)  # it ends a search, too. The exit code: see distributed()
         if to_evaluate:
             evaluate_now()
     world.stopped_by = 0  # the run is done: a signal in the last step changes nothing
@@ -730,7 +730,7 @@ def compare_weights(weights):
 class Checkpoint:
     """checkpoint.pt in a folder, to resume from. All ranks construct it.
 
-    parts: {name: anything with state_dict() and load_state_dict()}.
+    parts: {name: anything with state_dict() and load_state_dict()}. Rank 0's are saved.
     must_match: {name: value}. The ranks, and a checkpoint, must have the same.
 
     The names of the weights of each optimizer must match, too, in their order: it knows
@@ -743,7 +743,7 @@ class Checkpoint:
         self.parts = parts
         self.must_match = must_match
         self.world = world
-        self.saved_at_stop = {}  # {name: text of a value}
+        self.saved_at_stop = {}  # {name: text of what the ranks compare}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
@@ -774,31 +774,34 @@ class Checkpoint:
     def save(self, step, **values):
         """Write all parts, and values that are plain Python. All ranks call it.
 
-        It ends the run if the ranks differ in the values, or in the weights of an
-        optimizer; if a weight is not finite; and if a run goes on after a stop.
+        It ends the run if the ranks differ in the values, in the weights of an
+        optimizer, or in a part such as a scheduler; if a weight is not finite; and if a
+        run goes on after a stop.
         """
         values = dict(values, step=step)
+        # A part may need all ranks for this.
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        to_compare = dict(values)
+        for name, part in self.parts.items():
+            if not isinstance(part, nn.Module) and not hasattr(part, "param_groups"):
+                to_compare[name] = states[name]  # a scheduler, a generator, a meter
         texts = {}
-        for name, value in values.items():
+        for name, value in to_compare.items():
             if isinstance(value, torch.Tensor):
                 value = value.tolist()  # repr() shows only the ends of a long tensor
-            # That of a tensor in a list shows its GPU, and each rank has another GPU.
+            # In a list it shows the GPU of a tensor, and each rank has another GPU.
             text = repr(value).replace(str(self.world.device), "")
             texts[f"{name} (all_gather() it before save())"] = text
-        # DDP: rank 0 saves its own values, and all ranks load them. Else a sum over the
-        # samples of another rank would be lost.
+        # DDP: rank 0 saves its own, and all ranks load it. Else a sum over the samples
+        # of another rank would be lost.
         check_alike(texts)
         if self.saved_at_stop == texts:
-            return  # A `finally` may call it again for the place that it has saved.
+            return  # this place is saved
         if self.saved_at_stop:
             sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
-        if self.world.stopped_by:
-            self.saved_at_stop = texts
         for part in self.parts.values():
             if hasattr(part, "param_groups"):  # an optimizer, or one made of several
                 check_same_weights(part)
-        # A part may need all ranks for this.
-        states = {name: part.state_dict() for name, part in self.parts.items()}
         must_match = self.all_that_must_match()
         content = dict(  # it raises an error if a name comes twice
             must_match=must_match,
@@ -811,6 +814,8 @@ class Checkpoint:
             write_whole(self.path, content)
         if self.world.size > 1:
             all_gather("saved")  # a rank that ends early may break the save of others
+        if self.world.stopped_by:
+            self.saved_at_stop = texts
 
     def resume(self):
         """Load the checkpoint with the most steps that any rank has. All ranks call it.
@@ -1012,9 +1017,9 @@ def distributed(device="auto", timeout=600):
     several ranks that fails ends at once, and no exit hook runs: an ordinary exit may
     wait for the other ranks, and these wait for it. torchrun then ends them.
 
-    Exit code: 0 done, 1 failed, 2 bad option, 128 + N stopped by signal N. Under
-    torchrun a rank that was stopped ends with 0, like one that is done: after another
-    code torchrun may start the ranks again. The last line tells which it was.
+    Exit code: 0 done, 1 failed, 2 refused by argparse, 128 + N stopped by signal N.
+    Under torchrun a rank that was stopped ends with 0, like one that is done: after
+    another code torchrun may start the ranks again. The last line tells which it was.
     """
     handlers = {number: signal.getsignal(number) for number in StopSignal.NUMBERS}
     others = multiprocessing.active_children()  # processes of the user

@@ -1859,14 +1859,12 @@ def test_all_ranks_may_call_save_and_rank_0_writes(out):
 
     def save():
         with ddp_train.distributed("cpu") as world:
-            part = Part(rank=world.rank)
             folder = out / str(world.rank)
-            ddp_train.Checkpoint(folder, {"part": part}, {}, world).save(3)
+            ddp_train.Checkpoint(folder, {"part": Part()}, {}, world).save(3)
             return [path.name for path in folder.iterdir()]
 
     files = in_ranks(2, save)
     assert "checkpoint.pt" in files[0] and files[1] == []
-    assert load(out / "0")["part"] == {"rank": 0}
 
 
 def test_new_folder_has_no_checkpoint(out):
@@ -2231,7 +2229,7 @@ def test_each_optimizer_is_compared_before_a_save(out):
         good, bad = model_and_optimizer(), model_and_optimizer()
         bad["model"].layers["a"].bias.data[0] = math.nan
         groups = bad["optimizer"].param_groups
-        of_another_class = types.SimpleNamespace(param_groups=groups)
+        of_another_class = types.SimpleNamespace(param_groups=groups, state_dict=dict)
         for second in (bad["optimizer"], of_another_class):
             parts = {"first": good["optimizer"], "second": second}
             parts |= {"model": good["model"], "bad model": bad["model"]}
@@ -2304,6 +2302,28 @@ def test_value_that_differs_between_ranks_is_not_saved(out, value):
 
 
 @processes
+def test_part_that_differs_between_ranks_is_not_saved(out):
+    """A meter, a generator, the place of a loader: all would load that of rank 0."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as world:
+            part = Part(state=5)
+            optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+            parts = {"scheduler": scheduler, "part": part}
+            checkpoint = Checkpoint(out, parts, {}, world)
+            checkpoint.save(1)
+            part.state = {"sum": world.rank}
+            checkpoint.save(2)
+
+    for line in lines_of(end_all(fork_ranks(2, rank), code=1)):
+        what = "part (all_gather() it before save())"
+        assert f": {what} is {{'sum': 1}} on rank 1 (" in line
+        assert "), but {'sum': 0} on rank 0 (" in line
+    assert load(out)["step"] == 1
+
+
+@processes
 def test_ranks_of_other_steps_are_not_saved(out):
     def rank():
         with ddp_train.distributed("cpu") as world:
@@ -2350,7 +2370,7 @@ def test_rank_leaves_a_save_when_the_file_is_whole(out):
 def test_run_that_goes_on_after_a_stop_is_not_saved_again(out):
     """As if a function that trains an epoch returned to the loop over the epochs.
 
-    At the same place, as by a `finally`, another save does nothing.
+    At the same place another save does nothing.
     """
     world = ddp_train.World(0, 1, torch.device("cpu"))
     part = Part(state=5)
@@ -2359,13 +2379,25 @@ def test_run_that_goes_on_after_a_stop_is_not_saved_again(out):
     checkpoint.save(2)
     world.stopped_by = signal.SIGTERM
     checkpoint.save(3, epoch=0)
-    part.state = {"state": 6}
+    before = load(out)
     checkpoint.save(3, epoch=0)
-    for step, epoch in ((3, 1), (4, 0)):
+    for step, epoch, state in ((3, 1, 5), (4, 0, 5), (3, 0, 6)):
+        part.state = {"state": state}
         with refuses("the run goes on after the save of a stop: call sys.exit(0)"):
             checkpoint.save(step, epoch=epoch)
-    assert (load(out)["step"], load(out)["epoch"]) == (3, 0)
-    assert load(out)["part"] == {"state": 5}
+    assert load(out) == before  # also its time
+    assert (before["step"], before["epoch"], before["part"]) == (3, 0, {"state": 5})
+
+
+def test_save_of_a_stop_that_failed_can_be_made_good(out):
+    world = ddp_train.World(0, 1, torch.device("cpu"))
+    checkpoint = Checkpoint(out, {"part": Part(state=5)}, {}, world)
+    world.stopped_by = signal.SIGTERM
+    for _ in range(2):
+        with refuses("cannot save", "numpy"):
+            checkpoint.save(1, best=numpy.float64(0.5))
+    checkpoint.save(1, best=0.5)
+    assert load(out)["best"] == 0.5
 
 
 @processes
