@@ -698,7 +698,7 @@ def check_same_weights(optimizer):
     """End all ranks if their weights differ, or trained ones are not finite.
 
     All ranks call it. DDP keeps the weights equal, but not if a rank skips a step, or
-    has another learning rate.
+    has another learning rate. Returns what compare_weights() does.
     """
     weights = weights_of(optimizer)
     norms_and_sums = compare_weights(weights)
@@ -706,6 +706,7 @@ def check_same_weights(optimizer):
     trained = torch.tensor(trained, dtype=torch.bool)
     if not norms_and_sums[..., trained].isfinite().all():
         sys.exit("a weight is not finite, not saved: try a lower --lr")
+    return norms_and_sums
 
 
 def compare_weights(weights):
@@ -743,7 +744,7 @@ class Checkpoint:
         self.parts = parts
         self.must_match = must_match
         self.world = world
-        self.saved_at_stop = {}  # {name: text of what the ranks compare}
+        self.saved_at_stop = ""  # the values and the weights, as a text
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
@@ -795,13 +796,13 @@ class Checkpoint:
         # DDP: rank 0 saves its own, and all ranks load it. Else a sum over the samples
         # of another rank would be lost.
         check_alike(texts)
-        if self.saved_at_stop == texts:
-            return  # this place is saved
-        if self.saved_at_stop:
-            sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
+        place = repr(values)
         for part in self.parts.values():
             if hasattr(part, "param_groups"):  # an optimizer, or one made of several
-                check_same_weights(part)
+                place += repr(check_same_weights(part).tolist())
+        # The same place may be saved again, such as after scheduler.step().
+        if self.saved_at_stop not in ("", place):
+            sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
         must_match = self.all_that_must_match()
         content = dict(  # it raises an error if a name comes twice
             must_match=must_match,
@@ -815,7 +816,7 @@ class Checkpoint:
         if self.world.size > 1:
             all_gather("saved")  # a rank that ends early may break the save of others
         if self.world.stopped_by:
-            self.saved_at_stop = texts
+            self.saved_at_stop = place
 
     def resume(self):
         """Load the checkpoint with the most steps that any rank has. All ranks call it.
