@@ -698,7 +698,7 @@ def check_same_weights(optimizer):
     """End all ranks if their weights differ, or trained ones are not finite.
 
     All ranks call it. DDP keeps the weights equal, but not if a rank skips a step, or
-    has another learning rate. Returns what compare_weights() does.
+    has another learning rate. Returns their norms and sums: see compare_weights().
     """
     weights = weights_of(optimizer)
     norms_and_sums = compare_weights(weights)
@@ -780,7 +780,7 @@ class Checkpoint:
         run goes on after a stop.
         """
         values = dict(values, step=step)
-        # A part may need all ranks for this.
+        # The state_dict() of a part may need all ranks.
         states = {name: part.state_dict() for name, part in self.parts.items()}
         to_compare = dict(values)
         for name, part in self.parts.items():
@@ -790,18 +790,18 @@ class Checkpoint:
         for name, value in to_compare.items():
             if isinstance(value, torch.Tensor):
                 value = value.tolist()  # repr() shows only the ends of a long tensor
-            # In a list it shows the GPU of a tensor, and each rank has another GPU.
+            # For a tensor in a list it names the GPU, and each rank has another one.
             text = repr(value).replace(str(self.world.device), "")
             texts[f"{name} (all_gather() it before save())"] = text
-        # DDP: rank 0 saves its own, and all ranks load it. Else a sum over the samples
-        # of another rank would be lost.
+        # DDP: rank 0 saves what it has, and all ranks load that. Else a sum over the
+        # samples of another rank would be lost.
         check_alike(texts)
-        place = repr(values)
+        fingerprint = repr(values)
         for part in self.parts.values():
             if hasattr(part, "param_groups"):  # an optimizer, or one made of several
-                place += repr(check_same_weights(part).tolist())
-        # The same place may be saved again, such as after scheduler.step().
-        if self.saved_at_stop not in ("", place):
+                fingerprint += repr(check_same_weights(part).tolist())
+        # The same may be saved again, such as after scheduler.step().
+        if self.saved_at_stop not in ("", fingerprint):
             sys.exit("the run goes on after the save of a stop: call sys.exit(0)")
         must_match = self.all_that_must_match()
         content = dict(  # it raises an error if a name comes twice
@@ -816,7 +816,7 @@ class Checkpoint:
         if self.world.size > 1:
             all_gather("saved")  # a rank that ends early may break the save of others
         if self.world.stopped_by:
-            self.saved_at_stop = place
+            self.saved_at_stop = fingerprint
 
     def resume(self):
         """Load the checkpoint with the most steps that any rank has. All ranks call it.

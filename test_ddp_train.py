@@ -1859,12 +1859,15 @@ def test_all_ranks_may_call_save_and_rank_0_writes(out):
 
     def save():
         with ddp_train.distributed("cpu") as world:
+            part = nn.Module()
+            part.register_buffer("rank", torch.tensor(world.rank))
             folder = out / str(world.rank)
-            ddp_train.Checkpoint(folder, {"part": Part()}, {}, world).save(3)
+            ddp_train.Checkpoint(folder, {"part": part}, {}, world).save(3)
             return [path.name for path in folder.iterdir()]
 
     files = in_ranks(2, save)
     assert "checkpoint.pt" in files[0] and files[1] == []
+    assert load(out / "0")["part"] == {"rank": 0}
 
 
 def test_new_folder_has_no_checkpoint(out):
