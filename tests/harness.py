@@ -34,6 +34,10 @@ from ddp_train import StopSignal, World
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ddp_train.py"
 PATCHED = Path(__file__).resolve()  # as a script it is the program with a patch
+# The promises are tested on CPUs, also where there are GPUs. test_gpu.py uses these.
+GPUS = torch.cuda.device_count()
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 processes = pytest.mark.processes  # the mark of tests that start some

@@ -23,14 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_train
 import harness
-from harness import before_step, boom, launch, load, metrics, send_this, torchrun
+from harness import GPUS, before_step, boom, launch, load, metrics, send_this, torchrun
 
 ON_CPU = bool(os.environ.get("TRY_ON_CPU"))
-GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(GPUS < 1, reason="a CPU cannot do this")
 needs_two = pytest.mark.skipif(GPUS < 2, reason="it needs two GPUs")
 no_gpu = pytest.mark.skipif(not GPUS and not ON_CPU, reason="there is no GPU")
-pytestmark = [pytest.mark.processes, no_gpu]
+# `make test` runs tests side by side, but these measure memory and speed.
+alone = "make test-gpu runs it"
+alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason=alone)
+pytestmark = [pytest.mark.processes, no_gpu, alone]
 THIS = Path(__file__).resolve()  # as a script it is the program with patches
 STEPS = 40
 ROWS = []
@@ -105,12 +107,12 @@ PATCHES = {
 # ---- What the tests share ------------------------------------------------------------
 @pytest.fixture(scope="module", autouse=True)
 def table():
-    """More time for each process. At the end: what the tests have seen."""
-    before = harness.DEADLINE
-    harness.DEADLINE = 300
-    yield
-    harness.DEADLINE = before
-    gpu = torch.cuda.get_device_name() if GPUS else "no GPU"
+    """The GPUs, and more time for a process. At the end: what the tests have seen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", harness.VISIBLE)
+        patch.setattr(harness, "DEADLINE", 300)
+        yield
+    gpu = ask_gpus("gpu_name").splitlines()[0] if GPUS else "no GPU"
     print(f"\n| {GPUS} x {gpu}, torch {torch.__version__} | | |\n| --- | --- | --- |")
     for row in ROWS:
         print(f"| {' | '.join(row)} |")
@@ -145,7 +147,10 @@ def start(size, patches, *options, restarts=0, **env):
     if size > 1 or restarts:
         command = torchrun(size, f"--max_restarts={restarts}")
         # As in run_single.sh: a new attempt does not meet the store of the last one.
+        # NCCL's time-out ends a rank whose kernel does not end, here after 4 s.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+        env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     return launch(*command, THIS, patches, *options, env=env)
 
 
@@ -153,8 +158,12 @@ def gpu_memory():
     """MiB that all processes use on the GPUs."""
     if ON_CPU:
         return 0
-    query = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
-    return sum(map(int, subprocess.check_output(query.split(), text=True).split()))
+    return sum(map(int, ask_gpus("memory.used").split()))
+
+
+def ask_gpus(what):
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    return subprocess.check_output(query, text=True).strip()
 
 
 # ---- Training ------------------------------------------------------------------------
@@ -285,6 +294,7 @@ def test_bench(seen, monkeypatch):
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = harness.VISIBLE
     atexit.register(tell_memory)
     for patch in sys.argv[1].split(","):
         PATCHES[patch]()

@@ -83,15 +83,16 @@ def test_single_command_shares_the_cores_and_hands_on_signals(tmp_path):
     python.write_text("""#!/bin/sh
         test "$1" = -c && echo 0 8 && exit
         echo $OMP_NUM_THREADS $PET_SIGNALS_TO_HANDLE $PET_SHUTDOWN_TIMEOUT
+        echo $TORCH_NCCL_ASYNC_ERROR_HANDLING $TORCH_DISABLE_SHARE_RDZV_TCP_STORE
         printf '%s\\n' "$@"
     """)
     python.chmod(0o755)
     env = {"PYTHON": str(python), "NPROC": "3", "MAX_RESTARTS": "2"}
     said = launch(SINGLE, "--out", "a b", env=env).end().splitlines()
-    assert said[0] == "2 SIGTERM,SIGINT,SIGUSR1 100"
+    assert said[:2] == ["2 SIGTERM,SIGINT,SIGUSR1 100", "3 1"]
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node=3".split()
     torchrun += ["--max-restarts=2", str(HERE / "ddp_train.py"), "--out", "a b"]
-    assert said[1:] == torchrun
+    assert said[2:] == torchrun
 
 
 @pytest.mark.usefixtures("small_torch")
@@ -161,6 +162,7 @@ def test_multi_command_without_and_with_node_rank():
     assert "--nnodes=2" in words and "--max-restarts=0" in words
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
     assert "GLOO_SOCKET_IFNAME=lo" in words
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=3" in words
     assert "is_host=True" in " ".join(words)
     # Four GPUs and eight threads.
     assert "--nproc-per-node=4" in words and "OMP_NUM_THREADS=2" in words
