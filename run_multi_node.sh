@@ -116,8 +116,9 @@ interface=${GLOO_SOCKET_IFNAME:-$interface}
 [ -n "$NODE_RANK" ] && ranks=--node-rank=$NODE_RANK || ranks=--rdzv-backend=c10d
 conf="is_host=$is_host,timeout=$wait,join_timeout=$wait,read_timeout=$wait"
 # Without TORCH_DISABLE_... a node that comes later would wait for ever. PET_X is the
-# option --x of torchrun (torch 2.9 does not have these two, and ignores them). Without
-# TORCH_NCCL_... NCCL's time-out would first wait for a GPU that hangs: torchrun sets it so.
+# option --x of torchrun (torch 2.9 does not have these two, and ignores them). For
+# TORCH_NCCL_... torchrun sets 1: then NCCL's time-out waits for the GPU before it ends
+# the rank.
 command=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PET_SHUTDOWN_TIMEOUT=100
   PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGUSR1" OMP_NUM_THREADS="$threads"
   TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"

@@ -24,7 +24,7 @@ esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 # Processes that are started again must not meet the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Else NCCL's time-out would first wait for a GPU that hangs: torchrun sets it so.
+# torchrun sets 1: then NCCL's time-out waits for the GPU before it ends the rank.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
 # Options of torchrun: SIGUSR1 goes to the ranks, too, and they have time to save.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100

@@ -3092,7 +3092,7 @@ def test_ranks_of_a_launcher_in_python_end_when_it_is_killed(when, tiny, out):
 
 @processes
 def test_sigterm_to_run_single_saves_and_leaves_no_process(tiny, out):
-    """Its process becomes torchrun, which sends it to the loading processes, too."""
+    """Its process becomes torchrun. A loading process gets the signal, too."""
     options = [*tiny, "--workers", 1, "--epochs", 99999, "--eval_every", 10**9]
     env = {"NPROC": "1", "PYTHON": sys.executable}
     run = launch(SCRIPT.parent / "run_single.sh", *options, env=env)

@@ -30,9 +30,9 @@ needs_gpu = pytest.mark.skipif(GPUS < 1, reason="a CPU cannot do this")
 needs_two = pytest.mark.skipif(GPUS < 2, reason="it needs two GPUs")
 no_gpu = pytest.mark.skipif(not GPUS and not ON_CPU, reason="there is no GPU")
 # `make test` runs tests side by side, but these measure memory and speed.
-alone = "make test-gpu runs it"
-alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason=alone)
-pytestmark = [pytest.mark.processes, no_gpu, alone]
+SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
+in_turn = pytest.mark.skipif(SIDE_BY_SIDE, reason="make test-gpu runs it")
+pytestmark = [pytest.mark.processes, no_gpu, in_turn]
 THIS = Path(__file__).resolve()  # as a script it is the program with patches
 STEPS = 40
 ROWS = []

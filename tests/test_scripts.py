@@ -174,8 +174,10 @@ def test_multi_command_without_and_with_node_rank():
 @pytest.mark.usefixtures("small_torch")
 def test_multi_keeps_the_settings_of_the_user():
     env = {"GLOO_SOCKET_IFNAME": "mine", "OMP_NUM_THREADS": "7", "MAX_RESTARTS": "5"}
+    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     words = dry_run("--device=cpu", **env, NPROC_PER_NODE="3", RDZV_TIMEOUT="77")
     assert "GLOO_SOCKET_IFNAME=mine" in words and "OMP_NUM_THREADS=7" in words
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" in words
     assert "--max-restarts=5" in words and "--nproc-per-node=3" in words
     assert "join_timeout=77" in " ".join(words)
     words = dry_run("--device", "cpu", NNODES="1:2")  # elastic, without a GPU
