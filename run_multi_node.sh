@@ -3,22 +3,23 @@
 # Train on several machines ("nodes"). Give the same line on every node, in any order:
 #   MASTER_ADDR=10.0.0.1 NNODES=2 ./run_multi_node.sh --epochs 3
 # With Slurm give one line, in the folder of this file:
-#   sbatch --nodes=4 --exclusive run_multi_node.sh --epochs 3
+#   sbatch --nodes=4 --gpus-per-node=4 --exclusive run_multi_node.sh --epochs 3
 # All arguments go to ddp_train.py. The script reads these variables:
 #   MASTER_ADDR     the IPv4 address, or the name, of one of the nodes: the host node
 #   MASTER_PORT     a free port of the host node (29500)
 #   NNODES          the number of nodes (2). 1:2 is elastic: the job survives lost nodes
 #   NODE_RANK       0 on the host node, then 1, 2, ... (needed only with NAT or Docker)
-#   NPROC_PER_NODE  the number of processes on this node (one for each GPU, or 1)
+#   NPROC           the number of processes on this node (one for each GPU, or 1)
+#   SCRIPT          another program than ddp_train.py, such as mine.py
 #   MAX_RESTARTS    how often failed processes are started again (0; 3 if elastic; not
 #                   with NODE_RANK, not with Slurm)
 #   RDZV_TIMEOUT    how many seconds a node waits for the others (600)
 #   DRY_RUN=1       print the command and stop
 # Rank 0 prints and saves. Without NODE_RANK it is on the node whose address comes first
 # as text: 10.0.0.10 before 10.0.0.9. The first line of the run names its host.
-# Elastic jobs get --timeout 300: with torch.compile a first step may take minutes. A node
-# whose processes die is missed after half a minute, but one that loses its power or its
-# network only some 20 s after --timeout. You may give another --timeout.
+# Elastic jobs of ddp_train.py get --timeout 300: with --compile a first step may take
+# minutes. A node whose processes die is missed after half a minute, one that loses its
+# power or its network some 20 s after --timeout. You may give another --timeout.
 set -e
 fail() { echo "run_multi_node.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")
@@ -52,7 +53,8 @@ MASTER_PORT=${MASTER_PORT:-29500}
 wait=${RDZV_TIMEOUT:-600}
 restarts=${MAX_RESTARTS:-0}
 [ -n "$MASTER_ADDR" ] || fail "MASTER_ADDR is not set: give the address of one node"
-for name in MASTER_PORT NPROC_PER_NODE RDZV_TIMEOUT MAX_RESTARTS; do
+NPROC=${NPROC:-$NPROC_PER_NODE}  # torchrun's word for it
+for name in MASTER_PORT NPROC RDZV_TIMEOUT MAX_RESTARTS; do
   [[ "${!name}" =~ ^([1-9][0-9]*)?$ || "$name=${!name}" = MAX_RESTARTS=0 ]] ||
     fail "$name=${!name} is not a possible number"
 done
@@ -65,7 +67,7 @@ if [ -n "$NODE_RANK" ]; then
   [ "$restarts" = 0 ] || fail "MAX_RESTARTS does not work with NODE_RANK or with Slurm"
 elif [[ "$NNODES" == *:* ]]; then
   restarts=${MAX_RESTARTS:-3}
-  set -- --timeout 300 "$@"  # If there are two, the last one counts.
+  [ -n "$SCRIPT" ] || set -- --timeout 300 "$@"  # of two the last one counts
 fi
 
 # ---- The network: which address and which interface of this node lead to the others?
@@ -100,16 +102,18 @@ try:
         socket.create_server(("", int(port))).close()  # Is the port free?
 except OSError as e:
     sys.exit(f"run_multi_node.sh: MASTER_ADDR={name} (IPv4), port {port}: {e.strerror}")
-threads, gpus = torch.get_num_threads(), torch.accelerator.device_count()
+threads, gpus = torch.get_num_threads(), torch.cuda.device_count()
 print(is_host, master, address, threads, gpus, interfaces.get(address, ""))
 EOF
 }
 found=$(look_around) || exit 2
 read -r is_host master address threads gpus interface <<<"$found"
+[ "$gpus" -gt 0 ] || ! nvidia-smi -L >/dev/null 2>&1 ||
+  echo "warning: nvidia-smi sees a GPU, but torch does not" >&2
 case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 
 # ---- torchrun
-nproc=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
 threads=${OMP_NUM_THREADS:-$((threads > nproc ? threads / nproc : 1))}
 interface=${GLOO_SOCKET_IFNAME:-$interface}
 # Without NODE_RANK torchrun gives the nodes their ranks.
@@ -125,7 +129,7 @@ command=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PET_SHUTDOWN_TIMEOUT=100
   GLOO_SOCKET_IFNAME="$interface" "$PYTHON" -m torch.distributed.run "$ranks"
   --nnodes="$NNODES" --nproc-per-node="$nproc" --max-restarts="$restarts"
   --rdzv-endpoint="$master:$MASTER_PORT" --rdzv-conf="$conf,last_call_timeout=10"
-  --local-addr="$address" "$here/ddp_train.py" "$@")
+  --local-addr="$address" "${SCRIPT:-$here/ddp_train.py}" "$@")
 echo "run_multi_node.sh: $(uname -n): $address on $interface leads to $MASTER_ADDR"
 [ -z "$DRY_RUN" ] || { printf '%q ' "${command[@]}"; echo; exit 0; }
 [ -n "$step" ] || exec "${command[@]}"

@@ -3,8 +3,8 @@
 make bench                          some minutes; with a GPU ten more
 make bench ARGS=--peers             besides, Accelerate and Lightning Fabric
 make bench ARGS=--only-gpu          the rows for which a GPU is needed
-make bench ARGS="--program OTHER/ddp_train.py --dashes"
-    whole processes beside those of another version. --dashes: it has --batch-size
+make bench ARGS="--program OTHER/ddp_train.py"
+    whole processes beside those of another version
 
 Two loops of loops.py take turns in one process, so that both see the same machine. Each
 pair of them gives a ratio: the table has the median, and the range. Compare only these
@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import loops
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ddp_train
@@ -44,7 +45,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 def worker(result, pairs, names, *options):
     """Run the loops in turn. Rank 0 writes what it has measured."""
     args = ddp_train.parse_args(options)
-    ddp_train.Log.say = lambda self, line: None
+    ddp_train.say = lambda line: None
     names = names.split(",")
     found = {"saves": [], **{name: [] for name in names}}
     stamps = []
@@ -54,20 +55,20 @@ def worker(result, pairs, names, *options):
             torch.cuda.synchronize()
         stamps.append(time.perf_counter())
 
-    def timed_save(*args, save=ddp_train.Checkpoint.save, **values):
+    def timed_save(*args, save=ddp_train.save_checkpoint, **content):
         began = time.perf_counter()
-        save(*args, **values)
+        save(*args, **content)
         found["saves"].append(time.perf_counter() - began)
 
     register_optimizer_step_pre_hook(stamp)
-    ddp_train.Checkpoint.save = timed_save
-    with ddp_train.distributed(args.device) as world:
+    ddp_train.save_checkpoint = timed_save
+    with ddp_train.distributed(args.device) as device:
         for pair in range(int(pairs)):
             names.reverse()
             for name in names:
                 args.out = f"{result}.{name}{pair}"
                 stamps.clear()
-                getattr(loops, name)(args, world)
+                getattr(loops, name)(args, device)
                 seconds = stamps[-1] - stamps[FIRST]
                 found[name].append(seconds / (len(stamps) - 1 - FIRST))
                 # The next loop begins without what this one has left.
@@ -76,7 +77,7 @@ def worker(result, pairs, names, *options):
                 if torch.cuda.is_available():
                     found["gpu"] = torch.cuda.max_memory_allocated()
                     torch.cuda.empty_cache()
-        if world.rank == 0:
+        if dist.get_rank() == 0:
             Path(result).write_text(json.dumps(found))
 
 
@@ -162,17 +163,14 @@ def other_rows(folder, data):
     row(what, f"{statistics.median(saves):.1f}")
 
 
-def program_rows(folder, data, other, dashes, pairs):
+def program_rows(folder, data, other, pairs):
     """Whole processes of two programs, in turn: the same data, shape and options."""
     options = [*SMALL, "--data", data, "--max_steps", 60, "--log_every", 10, "--out"]
     for processes in (1, 2):
         speeds, starts, sizes = {}, {}, {}
         for _ in range(pairs):
             for script in (SCRIPT, other):
-                words = list(map(str, options))
-                if dashes and script == other:
-                    words = [w.replace("_", "-") if w[0] == "-" else w for w in words]
-                words.append(tempfile.mkdtemp(dir=folder))
+                words = [*options, tempfile.mkdtemp(dir=folder)]
                 steps, memory = run(processes, [script, *words])
                 steps = [step for step in steps if step[0] % 10 == 0]  # and not step 1
                 (first, began), (last, ended) = steps[0], steps[-1]
@@ -190,7 +188,7 @@ def gpu_rows(folder, pairs=3):
     """GPT-2-small shape, one process. At most ten minutes."""
     name = torch.cuda.get_device_name()
     data = folder / "text"
-    data.write_bytes(SCRIPT.read_bytes() * 200)
+    data.write_bytes(SCRIPT.read_bytes() * 200)  # 200 batches
     args = ddp_train.parse_args(GPT2)
     parameters = sum(p.numel() for p in ddp_train.build_model(args).parameters())
     # As in PaLM, appendix B: 6 per parameter and token, and those of attention.
@@ -199,19 +197,32 @@ def gpu_rows(folder, pairs=3):
     peak = next((PEAKS[board] for board in PEAKS if board in name), None)
     for more in ("--precision bf16", "--precision bf16 --compile"):
         options = [*GPT2, *more.split(), "--data", data, "--max_steps", 40]
-        found = measure(folder, 1, pairs, "bare,ours", *options)
+        # Each loop sees enough new batches: 32 x 1,024 bytes a step.
+        found = measure(folder, 1, pairs, "bare,clipped,ours,permuted", *options)
         speed = flops / statistics.median(found["ours"])
         use = f"{speed / 1e12:.0f} TFLOP/s, {found['gpu'] / 1e9:.1f} GB"
         if peak is not None:
             use += f", utilisation {speed / peak:.0%}"
-        what = f"GPT-2-small shape, {more}, {name}: throughput over the bare loop's"
-        row(what, f"{ratio(found['bare'], found['ours'])}; {use}")
+        what = f"GPT-2-small shape, {more}, {name}: "
+        row(
+            what + "throughput over the bare loop's",
+            ratio(found["bare"], found["ours"]),
+        )
+        beside = ratio(found["clipped"], found["ours"])
+        row(what + "over the bare loop with clipping", f"{beside}; {use}")
+        beside = ratio(found["permuted"], found["ours"])
+        row(what + "over a block that lays out q, k, v by permute()", beside)
+        for loop in ("bare", "clipped", "ours", "permuted"):
+            times = [1000 * seconds for seconds in found[loop]]
+            text = (
+                f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+            )
+            row(what + f"ms a step, {loop}", text)
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--program", type=Path, help="another ddp_train.py")
-    parser.add_argument("--dashes", action="store_true", help="it has --batch-size")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--only-gpu", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
@@ -226,7 +237,7 @@ def main(argv):
         row("---", "---")
         if args.program:
             other = args.program.resolve()
-            program_rows(folder, data, other, args.dashes, args.pairs)
+            program_rows(folder, data, other, args.pairs)
         elif not args.only_gpu:
             throughput_row(folder, data, args.pairs, "ours", 1)
             throughput_row(folder, data, args.pairs, "ours", 2)

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_train
 import harness
-from harness import GPUS, before_step, boom, launch, load, metrics, send_this, torchrun
+from harness import GPUS, launch, load, metrics, torchrun
 
 ON_CPU = bool(os.environ.get("TRY_ON_CPU"))
 needs_gpu = pytest.mark.skipif(GPUS < 1, reason="a CPU cannot do this")
@@ -39,46 +40,67 @@ ROWS = []
 
 
 # ---- Patches: `python tests/test_gpu.py nccl,sync options` ---------------------------
-def nccl():
-    """One rank trains through DDP and NCCL."""
-    join, train = dist.init_process_group, ddp_train.train
-    take_step = ddp_train.train_step
-    held = []
+def before_step(number, action):
+    """It is for rank 0, and for the first attempt of torchrun."""
+    train_step = ddp_train.train_step
+    steps = iter(range(1, 10**9))
 
-    def join_nccl(backend, **options):
-        join(backend if ON_CPU else "cpu:gloo,cuda:nccl", **options)
+    def step(*args):
+        if next(steps) == number:
+            action()
+        return train_step(*args)
+
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not restarted and os.environ.get("RANK", "0") == "0":
+        ddp_train.train_step = step
+
+
+def nccl():
+    """One rank trains through DDP, and so by NCCL: torchrun has started it."""
+    train, train_step = ddp_train.train, ddp_train.train_step
+    held = []
 
     def step(model, *others):
         if not held:
             held.append(DistributedDataParallel(model, gradient_as_bucket_view=True))
-        return take_step(held[0], *others)
+        return train_step(held[0], *others)
 
-    def train_and_let_go(args, world):
+    def train_and_let_go(*args):
         try:
-            return train(args, world)
+            return train(*args)
         finally:
             held.clear()  # else it would hold the process group
 
-    dist.init_process_group = join_nccl
     ddp_train.train_step = step
     ddp_train.train = train_and_let_go
 
 
 def gloo():
     """All ranks are on the first GPU. NCCL cannot do this."""
+    join = dist.init_process_group
     os.environ["LOCAL_RANK"] = "0"
-    dist.get_default_backend_for_device = lambda device: "gloo"
+    dist.init_process_group = lambda backend, **options: join("gloo", **options)
+
+
+def batch_norm():
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+    build_model = ddp_train.build_model
+
+    def build(args):
+        model = build_model(args)
+        model.norm = Norm(args.dim)
+        return model
+
+    ddp_train.build_model = build
 
 
 def sync():
     """In steps 3 to 18 torch raises where the CPU waits. (It does not see DDP wait.)"""
     before_step(3, lambda: torch.cuda.set_sync_debug_mode("error"))
     before_step(19, lambda: torch.cuda.set_sync_debug_mode("default"))
-
-
-def in_first_attempt(action, rank=0):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        before_step(6, action, rank)
 
 
 def wrong_index():
@@ -95,11 +117,9 @@ PATCHES = {
     "nccl": nccl,
     "gloo": gloo,
     "sync": sync,
+    "batch_norm": batch_norm,
     "deterministic": lambda: torch.use_deterministic_algorithms(True),
-    "raises": lambda: before_step(6, boom, rank=1),
-    "hangs": lambda: before_step(6, lambda: time.sleep(10**6), rank=1),
-    "is_killed": lambda: in_first_attempt(send_this(signal.SIGKILL), rank=1),
-    "kernel_hangs": lambda: in_first_attempt(lambda: torch.cuda._sleep(10**15)),
+    "kernel_hangs": lambda: before_step(6, lambda: torch.cuda._sleep(10**15)),
     "index": lambda: before_step(6, wrong_index),
 }
 
@@ -129,11 +149,6 @@ def seen(request):
 
 
 @pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
-@pytest.fixture
 def options(tmp_path, out):
     data = tmp_path / "data"
     data.write_bytes(Path(ddp_train.__file__).read_bytes() * 2)
@@ -143,8 +158,9 @@ def options(tmp_path, out):
 
 
 def start(size, patches, *options, restarts=0, **env):
+    """size 0: one process without torchrun."""
     command = [sys.executable]
-    if size > 1 or restarts:
+    if size > 0:
         command = torchrun(size, f"--max_restarts={restarts}")
         # As in run_single.sh: a new attempt does not meet the store of the last one.
         # NCCL's time-out ends a rank whose kernel does not end, here after 4 s.
@@ -166,15 +182,19 @@ def ask_gpus(what):
     return subprocess.check_output(query, text=True).strip()
 
 
-# ---- Training ------------------------------------------------------------------------
-@pytest.mark.parametrize("patch", ["plain", "nccl"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 --compile --accum 2"])
-def test_train(options, out, seen, precision, patch):
-    """The loss falls. What is saved is fp32, and goes on where there is no GPU."""
-    if "--compile" in precision and not shutil.which("cc"):
+def needs_compiler(words):
+    if "--compile" in words and not shutil.which("cc"):
         pytest.skip("torch.compile needs a C compiler")
+
+
+# ---- Training ------------------------------------------------------------------------
+@pytest.mark.parametrize("size, patch", [(0, "plain"), (1, "plain"), (1, "nccl")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 --compile --accum 2"])
+def test_train(options, out, seen, precision, size, patch):
+    """The loss falls. What is saved is fp32, and goes on where there is no GPU."""
+    needs_compiler(precision)
     options += ["--precision", *precision.split()]
-    said = start(1, patch, *options, TORCH_LOGS="recompiles").end()
+    said = start(size, patch, *options, TORCH_LOGS="recompiles").end()
     losses = metrics(out, "loss")
     assert losses[STEPS] < losses[1] - 0.5
     assert {t.dtype for t in load(out)["model"].values()} == {torch.float32}
@@ -183,7 +203,18 @@ def test_train(options, out, seen, precision, patch):
     seen(f"{said.count('Recompiling function')} recompilations")
     if precision == "fp32":
         options += ["--device", "cpu", "--max_steps", STEPS + 1]
-        start(1, "plain", *options, CUDA_VISIBLE_DEVICES="").end()
+        start(0, "plain", *options, CUDA_VISIBLE_DEVICES="").end()
+
+
+def test_two_compiled_ranks_with_accumulation_do_not_recompile(options, seen):
+    needs_compiler("--compile")
+    options += ["--compile", "--accum", 2]
+    run = start(2, "gloo", *options, TORCH_LOGS="recompiles")
+    run.wait_for("step 5 ")
+    first = run.text.count("Recompiling function")
+    said = run.end()
+    seen(f"{first} recompilations in the first steps")
+    assert said.count("Recompiling function") == first
 
 
 @needs_gpu
@@ -193,6 +224,17 @@ def test_nothing_waits_between_two_log_lines(options, precision):
     start(1, "nccl,sync", *options, *words).end()
 
 
+@pytest.mark.parametrize("size, patches", [(0, ""), (1, "nccl,"), (2, "gloo,")])
+def test_batch_norm_is_evaluated_as_it_is_saved(options, out, seen, size, patches):
+    """A finished run that is started again evaluates what was saved."""
+    start(size, f"{patches}batch_norm", *options).end()
+    before = metrics(out, "val_loss")[STEPS]
+    start(size, f"{patches}batch_norm", *options).end()
+    difference = abs(metrics(out, "val_loss")[STEPS] - before)
+    seen(f"difference {difference:.1g}")
+    assert difference < 1e-5
+
+
 @pytest.mark.parametrize("patches", ["nccl", "nccl,deterministic"])
 def test_stop_and_resume(options, out, tmp_path, seen, patches):
     """The weights of a run that nobody stopped, to rounding or to the bit."""
@@ -200,10 +242,8 @@ def test_stop_and_resume(options, out, tmp_path, seen, patches):
     options += ["--dropout", 0.1, "--max_steps", 60]
     untouched = tmp_path / "untouched"
     start(1, patches, *options, "--out", untouched, **env).end()
-    run = start(1, patches, *options, **env)
-    run.wait_for("step 20 ")
-    run.send(signal.SIGTERM)
-    assert "stopped by signal 15" in run.end(128 + signal.SIGTERM)
+    fault = {"FAULT": "train_step 21 SIGTERM 0"}
+    assert "stopped by signal 15" in start(1, patches, *options, **env, **fault).end()
     start(1, patches, *options, **env).end()
     a, b = load(untouched)["model"], load(out)["model"]
     difference = max((a[name] - b[name]).abs().max().item() for name in a)
@@ -215,7 +255,7 @@ def test_stop_and_resume(options, out, tmp_path, seen, patches):
 def test_two_ranks_give_the_numbers_of_one(options, out, tmp_path, seen, patch):
     """By gloo on one GPU, by NCCL on two. Half the batch on each, or all on one."""
     one = tmp_path / "one"
-    start(1, "plain", *options, "--out", one).end()
+    start(0, "plain", *options, "--out", one).end()
     assert "ranks: 2" in start(2, patch, *options, "--batch_size", 4).end()
     losses, others = metrics(one, "loss"), metrics(out, "loss")
     difference = max(abs(losses[step] - others[step]) for step in losses)
@@ -226,7 +266,7 @@ def test_two_ranks_give_the_numbers_of_one(options, out, tmp_path, seen, patch):
 # ---- Failures ------------------------------------------------------------------------
 def test_kill_9_frees_the_gpu_and_the_loading_processes(options, seen):
     before = gpu_memory()
-    run = start(1, "plain", *options, "--workers", 4, "--max_steps", 10**6)
+    run = start(0, "plain", *options, "--workers", 4, "--max_steps", 10**6)
     run.wait_for("step 20 ")
     used = gpu_memory() - before
     run.send(signal.SIGKILL)
@@ -239,9 +279,13 @@ def test_kill_9_frees_the_gpu_and_the_loading_processes(options, seen):
 
 
 # A rank that hangs is killed 30 s after torchrun has sent it SIGTERM.
-@pytest.mark.parametrize("fault, says", [("raises", "boom"), ("hangs", "imed out")])
-def test_rank_that_fails_ends_the_other(options, seen, fault, says):
-    run = start(2, f"gloo,{fault}", *options, "--timeout", 5, "--workers", 1)
+@pytest.mark.parametrize(
+    "fault, says, words",
+    [("raise", "boom", "--workers 1"), ("hang", "imed out", "--timeout 5")],
+)
+def test_rank_that_fails_ends_the_other(options, seen, fault, says, words):
+    fault = f"train_step 6 {fault} 1"
+    run = start(2, "gloo", *options, *words.split(), FAULT=fault)
     run.wait_for("step 5 ")
     began = time.monotonic()
     assert says in run.end(1)
@@ -250,8 +294,9 @@ def test_rank_that_fails_ends_the_other(options, seen, fault, says):
 
 
 def test_killed_peer_and_restart(options, seen):
-    run = start(2, "gloo,is_killed", *options, "--save_every", 2, restarts=1)
-    check_restart(run, seen)
+    options += ["--save_every", 2]
+    fault = {"FAULT": "train_step 6 SIGKILL 1"}
+    check_restart(start(2, "gloo", *options, restarts=1, **fault), seen)
 
 
 @needs_gpu
@@ -275,11 +320,10 @@ def check_restart(run, seen):
 @needs_gpu
 @pytest.mark.parametrize("patch", ["plain", "nccl"])
 def test_error_on_the_gpu(options, seen, patch):
-    """An index out of range: our line, or NCCL's watchdog by SIGABRT?"""
-    run = start(1, f"{patch},index", *options, restarts=1)
+    """An index out of range: an error on the GPU ends the rank."""
+    run = start(1, f"{patch},index", *options)
     said = run.end(1)
     assert re.search("device-side assert|out of (range|bounds)", said)
-    seen("our line" if "error: rank 0:" in said else "no line of ours")
     run.leaves_none()
 
 
@@ -298,4 +342,5 @@ if __name__ == "__main__":
     atexit.register(tell_memory)
     for patch in sys.argv[1].split(","):
         PATCHES[patch]()
+    harness.apply_fault()
     ddp_train.main(sys.argv[2:])

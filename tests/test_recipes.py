@@ -1,231 +1,400 @@
-"""Tests of recipes/*.diff: each applies, also to a ddp_train.py that was changed.
+"""Tests of recipes/: each applies, and on two ranks it does what its head says.
 
-What they do is tested by test_recipe_runs.py.
+The first part is fast. The rest has the mark `recipes`: make test-recipes runs it.
 """
 
+import functools
+import gzip
+import importlib.util
+import itertools
+import json
+import math
+import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
-from pathlib import Path
 
+import numpy
 import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from recipes.refresh import git, merge
+import harness
+from harness import TINY, assert_same_run, in_ranks, launch, load, metrics, train
+from recipes import recipe as tool
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ROOT / "ddp_train.py"
-RECIPES = sorted((ROOT / "recipes").glob("*.diff"))
-RUFF = shutil.which("ruff") or shutil.which("ruff", path=Path(sys.executable).parent)
-# These do not apply to a program with another MODEL and DATA: number and reason.
-OTHER_MODEL = {
-    "06": "it is itself another MODEL and DATA",
-    "07": "it is itself another MODEL and DATA",
-}
-PAIRS = [("05", "15"), ("15", "05"), ("06", "13"), ("13", "06")]
-each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-
-# ---- A program that somebody has changed ---------------------------------------------
-IMPORTS = "DataLoader, DistributedSampler, Subset, TensorDataset\n\nSIZE = 300\n"
-MODEL_AND_DATA = """# ---- MODEL -----
-MODEL_OPTIONS = {"hidden": (16, "numbers in the middle")}
+PLAIN = harness.SCRIPT.read_text()
+PAIRS = list(itertools.combinations(tool.RECIPES, 2))
+STEPS = 32
+runs = pytest.mark.recipes
 
 
-class Network(nn.Module):
-    def __init__(self, hidden, dropout):
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, hidden))
-        self.dropout = nn.Dropout(dropout)
-        self.last = nn.Linear(hidden, 1)
-
-    def forward(self, x):
-        return self.last(self.dropout(self.blocks(x).tanh()))
-
-
-def build_model(args):
-    return Network(args.hidden, args.dropout)
-
-
-def build_optimizer(model, args):
-    return torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum)
-
-
-def compute_loss(model, batch):
-    x, y = batch
-    return nn.functional.mse_loss(model(x), y)
-
-
-def score(model, batch):
-    count = len(batch[0])
-    return {"val_loss": compute_loss(model, batch) * count, "count": count}
-
-
-# ---- DATA -----
-def load_data(args):
-    x = torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(1))
-    samples = TensorDataset(x, x.sum(1, keepdim=True))
-    return Subset(samples, range(280)), Subset(samples, range(280, SIZE)), "sums"
-
-
-"""
-MOMENTUM = '    add("--momentum", type=float, default=0.9, help="of SGD")\n'
-# Pieces that no recipe changes: all their comments are others.
-PIECES = "mean_over_steps|lr_factor|choose_device|check_alike|lock|Log|Loader|to_device"
-
-
-def changed_program():
-    """Another MODEL and DATA, and other comments, help texts, defaults and options."""
-    text = PROGRAM.read_text()
-    changes = [
-        (r'\A(.*?\n)"""D.*?"""\n', r'\1"""My program."""\n'),
-        (r"(?<=from torch.utils.data import ).*?\n", IMPORTS),
-        (r"# ---- MODEL.*(?=# ---- THE RUN)", MODEL_AND_DATA.replace("\\", r"\\")),
-        (r'(add\("--(epochs|batch_size|save_every)"[^\n]*default=)\d+', r"\g<1>5"),
-        (r'(add\("--(lr|warmup|dropout)"[^\n]*default=)[0-9.e-]+', r"\g<1>0.1"),
-        (r'(add\("--(data|out|lr|seed|log_every)"[^\n]*help=)"[^\n]*"', r'\1"mine"'),
-        (r'(    add\("--lr"[^\n]*\n)', r"\1" + MOMENTUM),
-    ]
-    for pattern, new in changes:
-        text, count = re.subn(pattern, new, text, flags=re.DOTALL)
-        assert count > 0, pattern
-    pieces = text.split("\n\n\n")
-    for i, piece in enumerate(pieces):
-        if re.search(rf"^(def|class) ({PIECES})\b", piece, re.MULTILINE):
-            piece = re.sub(r"^( +)# .*", r"\1# Words of mine.", piece, flags=re.M)
-            pieces[i] = re.sub(r'"""[A-Z](.|\n)*?"""', '"""Mine."""', piece)
-    return "\n\n\n".join(pieces)
-
-
-# ---- What the tests share ------------------------------------------------------------
-def has_all_history():
-    """A tarball and a shallow clone lack the versions that the diffs were made for."""
-    try:
-        shallow = git(ROOT / "recipes", "rev-parse", "--is-shallow-repository")
-    except RuntimeError:
-        return False
-    return shallow.strip() == "false"
-
-
-def merged(folder, *numbers, text=None):
-    """The path of a ddp_train.py with these recipes, merged as `make test` does."""
-    folder.mkdir(exist_ok=True)
-    recipes = []
-    for number in numbers:
-        recipes += (ROOT / "recipes").glob(f"{number}_*.diff")
-    try:
-        merge(folder, *recipes, text=text)
-    except RuntimeError as error:
-        if "lacks the necessary blob" in str(error) and not has_all_history():
-            pytest.skip("without the history a recipe cannot be merged")
-        pytest.fail(f"{numbers}: {error}")
-    return folder / "ddp_train.py"
-
-
-def check(script):
-    """No conflict, no name that is not there, and formatted like the program."""
-    assert not re.search("^(<<<<<<<|>>>>>>>)", script.read_text(), re.M)
-    compile(script.read_text(), script, "exec")
-    if RUFF:
-        for words in (["format", "--diff"], ["check", "--ignore", "F401"]):
-            command = [RUFF, *words, "--config", ROOT / ".ruff.toml", script]
-            run = subprocess.run(command, capture_output=True, text=True)
-            assert run.returncode == 0, run.stdout + run.stderr
-
-
-# ---- The tests -----------------------------------------------------------------------
-@each_recipe
-def test_recipe_applies(path, tmp_path):
-    """By git apply --3way, so a comment of ddp_train.py may change without it."""
-    check(merged(tmp_path, path.name[:2]))
-
-
-@each_recipe
-def test_recipe_applies_to_a_changed_program(path, tmp_path):
-    number, text = path.name[:2], changed_program()
-    if number not in OTHER_MODEL:
-        check(merged(tmp_path, number, text=text))
-        return
-    with pytest.raises(RuntimeError, match="with conflicts|lacks the necessary"):
-        merge(tmp_path, path, text=text)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_two_recipes_apply_together(pair, tmp_path):
-    check(merged(tmp_path, *pair))
-
-
-@each_recipe
-def test_recipe_applies_as_it_is_to_the_version_that_it_names(path, tmp_path):
-    """Without --3way, and the result is what the diff says."""
-    before, after = versions(path)
-    git(tmp_path, "init", "-q")
-    shutil.copy(PROGRAM, tmp_path)
-    git(tmp_path, "add", "ddp_train.py")
-    try:
-        content = git(tmp_path, "cat-file", "blob", before)
-    except RuntimeError:
-        assert not has_all_history(), "this version is not in the history"
-        pytest.skip("this version is not here: it needs the history")
-    (tmp_path / "ddp_train.py").write_text(content)
-    git(tmp_path, "apply", path)
-    assert git(tmp_path, "hash-object", "ddp_train.py").strip() == after
-
-
-def test_version_that_a_recipe_names_is_in_each_clone():
-    """Else git apply --3way has nothing to merge with. The cure: make refresh-recipes.
-
-    As long as ddp_train.py is not committed, its present version will do.
-    """
-    if not has_all_history():
-        pytest.skip("it needs the history")
-    present = git(ROOT / "recipes", "hash-object", PROGRAM).strip()
-    for version in {versions(path)[0] for path in RECIPES} - {present}:
-        log = git(ROOT / "recipes", "log", "--oneline", f"--find-object={version}")
-        assert log, f"{version} was never committed"
-
-
-def versions(path):
-    """The ids that git gives to ddp_train.py without and with the recipe."""
-    (found,) = re.findall(r"^index (\w{40})\.\.(\w{40})\b", path.read_text(), re.M)
-    return found
-
-
-@each_recipe
-def test_recipe_is_short_and_its_head_names_its_tests(path):
-    head, diff = path.read_text().split("diff --git ", 1)
-    assert len(head) > 300 and max(map(len, head.splitlines())) <= 100
-    names = re.findall(r"\btest_[a-z0-9_]+\b", head)
-    assert names, "the head names no test"
-    runs = (ROOT / "tests/test_recipe_runs.py").read_text()
+# ---- Each applies, alone and in pairs ------------------------------------------------
+def with_recipes(*names):
+    """The text of ddp_train.py with these recipes. SystemExit: they do not merge."""
+    text = PLAIN
     for name in names:
-        assert f"def {name}(" in runs, name
+        text = tool.apply(tool.RECIPES[name].read_text(), text)
+    return text
+
+
+def check(path):
+    """No name that is not there, and formatted like ddp_train.py."""
+    compile(path.read_text(), path, "exec")
+    if importlib.util.find_spec("ruff"):
+        for words in (["format", "--diff"], ["check"]):
+            command = [sys.executable, "-m", "ruff", *words, "--config"]
+            launch(*command, harness.ROOT / "pyproject.toml", path).end()
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A repository with ddp_train.py and the recipes."""
+    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)  # a hook of git has set them
+    launch("git", "init", cwd=tmp_path).end()
+    shutil.copy(harness.SCRIPT, tmp_path)
+    shutil.copytree(tool.HERE, tmp_path / "recipes")
+    launch("git", "add", "ddp_train.py", cwd=tmp_path).end()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", tool.RECIPES)
+@pytest.mark.parametrize("how", ["git apply --3way", "patch -p1 -i", "tool"])
+def test_recipe_applies(name, how, clone):
+    out = clone / "ddp_train.py"
+    command = [*how.split(), tool.RECIPES[name]]
+    if how == "tool":
+        out = clone / "my_train.py"
+        command = [sys.executable, tool.__file__, name, out]
+    if not shutil.which(command[0]):
+        pytest.skip(f"needs {command[0]}")
+    launch(*command, cwd=clone).end()
+    assert out.read_text() == with_recipes(name)
+    check(out)
+
+
+@pytest.mark.parametrize("name", tool.RECIPES)
+def test_recipe_is_short_and_names_its_tests_and_the_present_program(name, clone):
+    """git apply --3way needs the version. The cure: recipes/recipe.py --refresh."""
+    head, diff = tool.RECIPES[name].read_text().split("diff --git ")
+    assert len(head.splitlines()) <= 26  # with an empty line
+    assert max(map(len, head.splitlines())) <= 88
+    tests = re.findall(r"\btest_\w+", head)
+    assert tests and set(tests) <= set(globals())
     assert 5 <= len(re.findall("^[+-](?![+-]{2} )", diff, re.M)) <= 40
+    version = launch("git", "hash-object", "ddp_train.py", cwd=clone).end().strip()
+    assert f"\nindex {version}.." in diff
 
 
-def test_refresh_makes_the_diffs_anew_and_leaves_what_conflicts(tmp_path):
-    """In a repository of its own, with a changed program."""
-    if not has_all_history():
-        pytest.skip("without the history a recipe cannot be merged")
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    git(tmp_path, "init", "-q")
-    objects = git(ROOT / "recipes", "rev-parse", "--git-path", "objects").strip()
-    objects = (ROOT / "recipes" / objects).resolve()  # with the old versions
-    (tmp_path / ".git/objects/info/alternates").write_text(f"{objects}\n")
-    script = tmp_path / "ddp_train.py"
-    shutil.copy(PROGRAM, script)
-    git(tmp_path, "add", "ddp_train.py")
-    script.write_text(changed_program())
-    command = [sys.executable, tmp_path / "recipes/refresh.py"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (1, "")
-    present = git(tmp_path, "hash-object", "ddp_train.py").strip()
-    for path in RECIPES:
-        new = tmp_path / "recipes" / path.name
-        if path.name[:2] in OTHER_MODEL:
-            assert f"{path.name}: NOT CHANGED" in run.stdout
-            assert new.read_text() == path.read_text()
+def listed_pairs():
+    """Those that do not go together, as README.md names them."""
+    text = (tool.HERE / "README.md").read_text()
+    return {tuple(sorted(pair)) for pair in re.findall(r"`(\w+)` and `(\w+)`", text)}
+
+
+def test_pairs_that_do_not_merge_are_listed(tmp_path):
+    assert listed_pairs() <= set(PAIRS)
+    for a, b in set(PAIRS) - listed_pairs():
+        both = tmp_path / f"{a}_{b}.py"
+        both.write_text(with_recipes(a, b))
+        assert both.read_text() == with_recipes(b, a)
+        check(both)
+
+
+def test_tool_lists_refuses_and_does_not_overwrite(tmp_path):
+    command = [sys.executable, tool.__file__]
+    lines = launch(*command).end().splitlines()
+    assert [line.split()[0] for line in lines] == list(tool.RECIPES)
+    (tmp_path / "old.py").write_text("precious")
+    for words in ("fsdp2", "fsdp3 new.py", "fsdp2 old.py"):
+        said = launch(*command, *words.split(), cwd=tmp_path).end(1)
+        assert re.search("keep_last|exists", said) and said.count("\n") == 1
+    launch(*command, "fp16", "fsdp2", "new.py", cwd=tmp_path).end(1)
+    assert [path.name for path in tmp_path.glob("*.py")] == ["old.py"]
+    assert (tmp_path / "old.py").read_text() == "precious"
+
+
+def test_tool_makes_the_diffs_anew(clone):
+    """ddp_train.py has changed beside a recipe, and in the lines of another one."""
+    changed = PLAIN.replace("= build_optimizer(", "= my_optimizer(")
+    changed = changed.replace('"count": len(x)}', '"count": len(y)}')
+    (clone / "ddp_train.py").write_text(changed)
+    said = launch(sys.executable, "recipes/recipe.py", "--refresh", cwd=clone).end(1)
+    assert "not made anew: ['images']" in said
+    version = launch("git", "hash-object", "ddp_train.py", cwd=clone).end().strip()
+    for name, path in tool.RECIPES.items():
+        old, new = path.read_text(), (clone / "recipes" / path.name).read_text()
+        if name == "images":
+            assert new == old
         else:
-            assert f"{path.name}: made anew" in run.stdout
-            assert new.read_text().split("diff --git")[0] in path.read_text()
-            assert versions(new)[0] == present
-            git(tmp_path, "apply", "--check", new)
+            assert new.startswith(old.partition("diff --git")[0])
+            assert f"\nindex {version}.." in new and tool.apply(new, changed)
+
+
+# ---- What the runs share -------------------------------------------------------------
+@pytest.fixture
+def use(tmp_path, monkeypatch):
+    """use("fp16", "images"): from now on train() runs a program with these recipes."""
+
+    def use_recipes(*names):
+        # What they import late, or may lack. It must be here before the ranks fork.
+        if "images" in names:
+            pytest.importorskip("sklearn.datasets")
+        if "hugging_face" in names:
+            pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+        script = tmp_path / f"with_{'_'.join(names)}.py"
+        script.write_text(with_recipes(*names))
+        spec = importlib.util.spec_from_file_location(script.stem, script)
+        program = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(program)
+        monkeypatch.setattr(harness, "ddp_train", program)
+        return program
+
+    return use_recipes
+
+
+@pytest.fixture(scope="session")
+def larger(tmp_path_factory):
+    """Options: a model that is not tiny, and a save in the middle."""
+    path = tmp_path_factory.mktemp("data") / "data"
+    path.write_bytes(harness.SCRIPT.read_bytes()[:11_050])
+    words = [*TINY, "--dim", 64, "--data", path, "--dropout", 0.1]
+    return [*words, "--max_steps", STEPS, "--save_every", 16]
+
+
+def overflow(first, last):
+    """In these steps the gradient of rank 1 is infinite."""
+    program = harness.ddp_train
+    compute_loss = program.compute_loss
+    calls = itertools.count(1)
+
+    def infinite(*args):
+        loss = compute_loss(*args)
+        if loss.requires_grad and first <= next(calls) <= last:
+            loss.register_hook(functools.partial(torch.mul, other=math.inf))
+        return loss
+
+    if os.environ["RANK"] == "1":
+        program.compute_loss = infinite
+
+
+# ---- The runs ------------------------------------------------------------------------
+OPTIONS = {
+    "compressed_gradients": ["--compress", "powersgd"],
+    "fp16": ["--precision", "fp16"],
+    "hugging_face": ["--vocab", 1000],
+}
+
+
+@runs
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_pair_runs_or_is_listed(pair, use, tiny, data):
+    """It trains, resumes and evaluates. With fp16 there is an overflow."""
+    try:
+        use(*pair)
+    except SystemExit:
+        return  # They do not merge, and are listed: see the test above.
+    numpy.arange(1000, dtype="uint16").tofile(data)  # tokens, or bytes for the others
+    options = [*tiny, *OPTIONS.get(pair[0], []), *OPTIONS.get(pair[1], [])]
+    patch = functools.partial(overflow, 25, 25) if "fp16" in pair else None
+    code = int(pair in listed_pairs())
+    train(2, *options, "--max_steps", 70, code=code, patch=patch)
+    if code == 0:
+        assert "from step 70 to 72" in train(2, *options, "--max_steps", 72)[0]
+
+
+@runs
+@pytest.mark.parametrize("how", ["fp16", "powersgd"])
+def test_compressed_gradients(use, larger, tmp_path, how):
+    """Half of the bytes, or after 20 steps a third at most. The same loss."""
+    a, b, c = map(tmp_path.joinpath, "abc")
+    options = [*larger, "--dim", 128, "--layers", 2, "--out"]  # DDP has two buckets
+    train(2, *options, c)
+    options[-1:] = ["--compress", how, "--out"]
+    use("compressed_gradients")
+
+    def count_bytes():
+        sent = []
+        all_reduce = dist.all_reduce
+
+        def counting(tensor, *others, **more):
+            if tensor.numel() > 9:  # smaller: the loss, the stop signal
+                sent.append(tensor.nbytes)
+            return all_reduce(tensor, *others, **more)
+
+        dist.all_reduce = counting
+        harness.main(*options, a)
+        return sum(sent)
+
+    sent = in_ranks(2, count_bytes)[0]
+    whole = 4 * sum(weight.numel() for weight in load(a)["model"].values())
+    if how == "powersgd":
+        assert 0 < sent - 20 * whole < (STEPS - 20) * whole / 3
+    else:
+        assert sent == STEPS * whole / 2
+        train(2, *options, b, code=143, fault="train_step 5 SIGTERM 0")
+        train(2, *options, b)
+        assert_same_run(a, b)
+    assert metrics(a, "val_loss") == pytest.approx(metrics(c, "val_loss"), rel=0.02)
+
+
+@runs
+def test_where_the_time_goes(use, larger, tmp_path):
+    """Shares of 0 to 1, a trace of five steps of each rank, and the same bits."""
+    train(2, *larger, "--out", tmp_path / "plain")
+    use("where_the_time_goes")
+    train(2, *larger, "--out", tmp_path)
+    waiting = metrics(tmp_path, "waiting").values()
+    assert len(waiting) == STEPS and 0 <= min(waiting) and max(waiting) < 1
+    for rank in (0, 1):
+        with gzip.open(tmp_path / f"trace.{rank}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        assert names.count("Optimizer.step#AdamW.step") == 5
+        assert "gloo:all_reduce" in names
+    assert_same_run(tmp_path / "plain", tmp_path)
+
+
+@runs
+@pytest.mark.parametrize("accum", [1, 2])
+def test_fsdp2(use, larger, tmp_path, accum):
+    """Half of the weights and moments on each rank. The numbers are those of DDP."""
+    # 17 samples are evaluated: rank 0 has one batch more than rank 1.
+    options = [*larger, "--dropout", 0, "--batch_size", 8 // accum]
+    options += ["--accum", accum, "--out"]
+    a, b, c, d = map(tmp_path.joinpath, "abcd")
+    train(2, *options, a)
+    use("fsdp2")
+
+    def measure():
+        optimizers = []
+        register_optimizer_step_post_hook(lambda *args: optimizers.append(args[0]))
+        harness.main(*options, b)
+        tensors = []
+        for weight, state in optimizers[0].state.items():
+            tensors += [weight, state["exp_avg"], state["exp_avg_sq"]]
+        return sum(tensor.to_local().numel() for tensor in tensors)
+
+    whole = 3 * sum(weight.numel() for weight in load(a)["model"].values())
+    assert in_ranks(2, measure) == pytest.approx([whole / 2] * 2, rel=0.02)
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert metrics(b, name) == pytest.approx(metrics(a, name), rel=1e-4)
+    stop = "train_step 5 SIGTERM 0"
+    train(2, *options, c, code=143, fault=stop)
+    shutil.copytree(c, d)
+    train(2, *options, c)
+    assert_same_run(b, c)
+    train(1, *options, d, "--accum", 2 * accum, code=143, fault=stop)
+    use()
+    train(2, *options, d)
+    assert metrics(d, "loss") == pytest.approx(metrics(a, "loss"), rel=1e-4)
+
+
+@runs
+def test_images(use, tmp_path):
+    """More than 90 % are right, and one rank evaluates as two do."""
+    use("images")
+    options = ["--device", "cpu", "--epochs", 4, "--out"]
+    train(2, *options, tmp_path)
+    accuracy = metrics(tmp_path, "accuracy")
+    last = max(accuracy)
+    assert accuracy[last] > 0.9
+    train(1, *options, tmp_path)
+    assert metrics(tmp_path, "accuracy") == accuracy
+    assert load(tmp_path)["model"]["1.num_batches_tracked"] == last
+    said = train(2, *options, tmp_path / "b", "--sync_bn", 1, code=1)
+    assert "SyncBatchNorm layers only work with GPU modules" in said[0]
+
+
+@runs
+def test_hugging_face(use, larger, tmp_path):
+    """It learns to count, and transformers loads the result."""
+    program = use("hugging_face")
+    (numpy.arange(20_000) % 400).astype("uint16").tofile(tmp_path / "tokens")
+    options = [*larger, "--data", tmp_path / "tokens", "--vocab", 500, "--lr", 0.01]
+    train(2, *options, "--out", tmp_path)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_positions": 32}
+    config = program.GPT2Config(vocab_size=500, **sizes)
+    model = program.AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(load(tmp_path)["model"])
+    x = torch.arange(300, 332)[None]
+    assert model(x, labels=x).loss < metrics(tmp_path, "loss")[1] / 2
+
+
+@runs
+def test_fp16(use, tiny, tmp_path):
+    """An overflow on one rank: all skip the step, and halve the scale."""
+    a, b, c = map(tmp_path.joinpath, "abc")
+    options = [*tiny, "--dropout", 0.1, "--precision", "fp16", "--out"]
+    use("fp16")
+    train(2, *options, a, patch=functools.partial(overflow, 3, 3))
+    train(2, *options, c, "--precision", "fp32")
+    for name in ("loss", "grad_norm"):
+        assert metrics(a, name)[2] == pytest.approx(metrics(c, name)[2], rel=1e-2)
+    train(2, *options, b, code=143, fault="train_step 2 SIGTERM 0")
+    before = load(b)
+    patch = functools.partial(overflow, 1, 1)
+    train(2, *options, b, code=143, patch=patch, fault="train_step 1 SIGTERM 0")
+    after = load(b)
+    assert after["scaler"]["scale"] == before["scaler"]["scale"] / 2
+    assert harness.flatten(after["model"]) == harness.flatten(before["model"])
+    assert metrics(b, "grad_norm")[3] == 0
+    train(2, *options, b)
+    assert_same_run(a, b)
+    assert "precision is fp16, it was fp32" in train(2, *options, c, "--epochs", 4)[0]
+    # Each step overflows: in the end no smaller scale helps.
+    options += [tmp_path / "d", "--epochs", 9]
+    said = train(2, *options, code=1, patch=functools.partial(overflow, 1, 99))
+    assert "not finite" in said[0] and "step 35 " in said[0]
+
+
+@runs
+def test_spawn(use, tiny, out):
+    """A signal to the first process alone stops both ranks, saved. A failure is 1."""
+    command = [sys.executable, use("no_launcher").__file__, *tiny, "--spawn", 2]
+    process = launch(*command, "--max_steps", 100_000)
+    process.wait_for("ranks: 2(.*\n)*step 2 ")
+    process.send(signal.SIGTERM)
+    assert "stopped by signal 15, saved" in process.end(143)
+    assert load(out)["step"] >= 2
+    assert "--dim 15 is not divisible" in launch(*command, "--dim", 15).end(1)
+
+
+@runs
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_init_method(use, tiny, tmp_path, method):
+    """RANK, WORLD_SIZE and a URL are enough."""
+    url = f"file://{tmp_path}/meet"
+    if method == "tcp":
+        url = f"tcp://127.0.0.1:{harness.free_port()}"
+    command = [sys.executable, use("no_launcher").__file__, *tiny, "--max_steps", 2]
+    env = {"INIT_METHOD": url, "WORLD_SIZE": "2"}
+    ranks = [launch(*command, env={**env, "RANK": rank}) for rank in "01"]
+    said = ranks[0].end()
+    assert f"waits for all ranks at {url}" in said and "done: step 2" in said
+    assert ranks[1].end() == ""
+
+
+@runs
+def test_keep_last(use, tiny, tmp_path):
+    """Three stay. If the newest is damaged, the run goes on from the one before it."""
+    use("keep_last")
+    a, b = tmp_path / "a", tmp_path / "b"
+    options = [*tiny, "--save_every", 1, "--max_steps", 6, "--out"]
+    train(2, *options, a)
+    shutil.copytree(a, b)
+    files = [f"checkpoint.00000000{step}.pt" for step in (4, 5, 6)]
+    assert sorted(path.name for path in a.glob("checkpoint.*.pt")) == files
+    content = bytearray((a / "checkpoint.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (a / "checkpoint.pt").write_bytes(content)  # it is the same file as that of step 6
+    said = train(2, *options, a)[0]
+    assert "checkpoint.pt is damaged" in said and "from step 5 to 6" in said
+    assert sorted(path.name for path in a.glob("checkpoint.*.pt")) == files
+    assert_same_run(b, a)
+    for path in a.glob("checkpoint*.pt"):
+        os.truncate(path, 5000)
+    assert "checkpoint.pt cannot be loaded" in train(2, *options, a, code=1)[0]

@@ -1,0 +1,114 @@
+"""ported.py, which goes on after a stop or a kill. And noise on the samples.
+
+torchrun --standalone --nproc_per_node=2 resumed.py
+"""
+
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ddp_train as ddp
+
+
+class SamplerWithEpoch(ddp.ResumableSampler):
+    """Its indices are pairs (epoch, i). So loading processes know the epoch."""
+
+    def __iter__(self):
+        epoch = self.epoch
+        return iter([(epoch, i) for i in super().__iter__()])
+
+
+class Noisy(Dataset):
+    """The noise depends on the epoch and the sample, and on nothing else.
+
+    So it is the same with other ranks and loading processes, and after a resume.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        epoch, i = index
+        seed = zlib.crc32(repr(("noise", 0, epoch, i)).encode())
+        generator = torch.Generator().manual_seed(seed)
+        x, y = self.dataset[i]
+        return x + 0.1 * torch.randn(8, generator=generator), y
+
+
+def score(model, batch):
+    x, y = batch
+    loss = nn.functional.mse_loss(model(x), y)
+    return {"val_loss": loss * len(x), "count": len(x)}
+
+
+def main(device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(1300, 8)
+    train_set = Noisy(TensorDataset(x[:1001], x[:1001].sin()))
+    val_set = TensorDataset(x[1001:], x[1001:].sin())
+    sampler = SamplerWithEpoch(train_set, seed=0)
+    batch_size = 32 // world_size  # of a rank
+    options = ddp.loading_options(device, workers=0)
+    options |= {"sampler": sampler, "drop_last": True}
+    loader = DataLoader(train_set, batch_size, **options)
+    val_samples = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, 64, sampler=val_samples)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)).to(device)
+    wrapped = model
+    if world_size > 1:
+        wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+
+    path = Path("out/checkpoint.pt")
+    ddp.lock(path.parent)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    step, epoch, done = 0, 0, 0  # done: samples of this epoch, of all ranks together
+    saved = ddp.load_checkpoint(path)
+    if saved is not None:
+        step, epoch, done = saved["step"], saved["epoch"], saved["done"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+
+    def save():
+        states = {name: part.state_dict() for name, part in parts.items()}
+        ddp.save_checkpoint(path, step, epoch=epoch, done=done, **states)
+
+    stop = ddp.StopSignal()
+    while epoch < 3:
+        sampler.set_epoch(epoch, done)
+        for x, y in loader:
+            ddp.seed_all("step", 0, step, rank)  # each rank draws its own dropout
+            x, y = x.to(device), y.to(device)
+            loss = nn.functional.mse_loss(wrapped(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            done += batch_size * world_size
+            stopped = stop.requested()
+            if stopped or step % 20 == 0:
+                save()
+            if stopped:
+                return
+        scheduler.step()
+        means = ddp.evaluate(model, score, val_loader, device)
+        ddp.say(f"epoch {epoch}: val_loss {means['val_loss']:.6f}")
+        epoch, done = epoch + 1, 0
+        save()  # last: after all that changes at the end of an epoch
+    if rank == 0:
+        torch.save(model.state_dict(), "model.pt")
+
+
+if __name__ == "__main__":
+    with ddp.distributed() as device:
+        main(device)

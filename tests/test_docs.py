@@ -1,0 +1,256 @@
+"""Tests of README.md, docs/ and examples/.
+
+The diffs on a page are those of the files. What a page names exists. The examples run.
+"""
+
+import argparse
+import builtins
+import difflib
+import functools
+import itertools
+import os
+import re
+import runpy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.run import get_args_parser
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_train
+from harness import ROOT, flatten, fork_ranks, in_ranks, processes
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+OWN = PAGES["docs/your-script.md"]
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+each_page = pytest.mark.parametrize("name", PAGES)
+
+
+def blocks(text, kind):
+    return [code for of_kind, code in BLOCK.findall(text) if of_kind == kind]
+
+
+def spans(text):
+    """All `code` in the text, outside the blocks of code."""
+    return re.findall(r"`([^`]+)`", BLOCK.sub("", text))
+
+
+def commands(text):
+    """Each line of the blocks of commands, and each span of code."""
+    return "".join(blocks(text, "sh")).splitlines() + spans(text)
+
+
+# ---- What the pages show and name ----------------------------------------------------
+@each_page
+def test_page_is_short(name):
+    words, lines = len(PAGES[name].split()), len(PAGES[name].splitlines())
+    assert words <= 1500 and (name != "README.md" or words <= 1300 and lines <= 150)
+
+
+@each_page
+def test_diffs_are_those_of_the_files(name):
+    """A page may leave out lines, between two parts that begin with @@."""
+    for code in blocks(PAGES[name], "diff"):
+        head, *parts = re.split(r"^@@.*\n", code, flags=re.MULTILINE)
+        a, b = re.fullmatch(r"--- (.*)\n\+\+\+ (.*)\n", head).groups()
+        texts = [(ROOT / path).read_text().splitlines() for path in (a, b)]
+        whole = [line.rstrip() for line in difflib.unified_diff(*texts, n=10**6)]
+        place = 0
+        for part in parts:
+            lines = [line.rstrip() for line in part.splitlines()]
+            while whole[place : place + len(lines)] != lines:
+                place += 1
+                assert place < len(whole), f"not in the diff, or not here:\n{part}"
+            place += len(lines)
+
+
+@each_page
+def test_links_lead_somewhere(name):
+    text = BLOCK.sub("", PAGES[name])
+    for target in re.findall(r'(?:\]\(|src=")(?!http)([^)"\s]+)', text):
+        path, _, heading = target.partition("#")
+        path = (ROOT / name).parent / path if path else ROOT / name
+        assert path.exists(), target
+        assert not heading or heading in names_on_github(path.read_text()), target
+
+
+def names_on_github(text):
+    titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+OF_OTHER_TOOLS = "--3way --index-url --pid --shm-size --nodes --exclusive --requeue"
+OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node"
+
+
+@each_page
+def test_targets_of_make_and_options_exist(name, capsys):
+    makefile = (ROOT / "Makefile").read_text()
+    with pytest.raises(SystemExit):
+        ddp_train.parse_args(["--help"])
+    options = {*re.findall(r"--\w+", capsys.readouterr().out), *OF_OTHER_TOOLS.split()}
+    options |= set(get_args_parser()._option_string_actions)  # of torchrun
+    for command in commands(PAGES[name]):
+        for target in re.findall(r"\bmake(?: +\w+=\S+)* +([a-z][\w-]*)", command):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), command
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", command):
+            assert option in options, command
+
+
+@each_page
+def test_functions_exist(name):
+    """A name() is one of ddp_train.py, of Python, or of torch; or a model(x)."""
+    places = [ddp_train, ddp_train.ResumableSampler, ddp_train.StopSignal, builtins, os]
+    places += [torch, torch.Tensor, torch.optim.Optimizer, torch.utils.data]
+    places += [dist, nn, nn.Module, DistributedDataParallel]
+    for code in spans(PAGES[name]):
+        for function in re.findall(r"(?<![\w.])(?!model\(|wrapped\()(\w+)\(", code):
+            assert any(hasattr(place, function) for place in places), code
+        for function in re.findall(r"\bddp(?:_train)?\.(?!py\b)(\w+)", code):
+            assert hasattr(ddp_train, function), code
+
+
+# ---- The examples --------------------------------------------------------------------
+DROPOUT = {"nn.Tanh()": "nn.Tanh(), nn.Dropout(0.1)"}
+assert_close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+
+
+def run_example(size, name, folder, change=None, fault="", code=0):
+    """Run an example in so many forked ranks. change: {old text: text in its place}."""
+    folder.mkdir(exist_ok=True)
+    text = (ROOT / "examples" / name).read_text()
+    for old, new in (change or {}).items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / name).write_text(text)
+
+    def rank():
+        os.chdir(folder)
+        runpy.run_path(str(folder / name), run_name="__main__")
+
+    codes = [code] * size
+    if "SIGKILL" in fault:
+        codes = [1] * (size - 1) + [-9]  # the last rank is killed
+    ranks = fork_ranks(size, rank, {"FAULT": fault}, name)
+    return [rank.end(codes.pop(0)) for rank in ranks]
+
+
+def losses(text):
+    return [float(loss) for loss in re.findall(r"epoch \d: .*loss (\S+)", text)]
+
+
+def saved(folder, name="model.pt"):
+    return torch.load(folder / name, weights_only=True)
+
+
+@processes
+def test_idea_runs_on_one_and_two_ranks(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for size, folder in ((1, one), (2, two)):
+        assert losses(run_example(size, "idea.py", folder)[0])[2] < 0.1
+    assert_close(saved(one, "idea.pt"), saved(two, "idea.pt"))
+
+
+@processes
+def test_ported_script_ends_with_the_weights_of_the_script_before(tmp_path):
+    expected = losses(run_example(1, "before.py", tmp_path / "before")[0])
+    runs = [(size, "ported.py", {}) for size in (1, 2, 4)]
+    runs.append((2, "resumed.py", {"0.1 * torch.randn": "0.0 * torch.randn"}))
+    for size, script, change in runs:
+        folder = tmp_path / f"{script} on {size}"
+        found = losses(run_example(size, script, folder, change)[0])
+        assert found == pytest.approx(expected, rel=0, abs=3e-6)  # they are rounded
+        assert_close(saved(folder), saved(tmp_path / "before"))
+
+
+@processes
+def test_ported_script_with_the_check_ends_if_ddp_is_not_called(tmp_path):
+    clip = "grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    line = f"loss.backward(); {clip}; {inline('ddp.check_together(')}"
+    change = {"loss.backward()": line}
+    run_example(2, "ported.py", tmp_path / "right", change)
+    change["mse_loss(wrapped("] = "mse_loss(model("
+    for text in run_example(2, "ported.py", tmp_path / "wrong", change, code=1):
+        assert "the ranks differ" in text
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_resumed_script_has_the_same_bits(size, tmp_path):
+    """An epoch has 31 steps. It saves at its end, and each 20 steps."""
+    untouched, parts = tmp_path / "untouched", tmp_path / "parts"
+    run_example(size, "resumed.py", untouched, DROPOUT)
+    for call, step in (
+        ("StopSignal.requested 25 SIGTERM", 25),  # in mid-epoch
+        ("StopSignal.requested 10 SIGKILL", 31),  # in step 35
+        ("StopSignal.requested 31 SIGTERM", 62),  # in the last step of an epoch
+        ("evaluate 1 SIGKILL", 62),
+        ("StopSignal.requested 23 SIGKILL", 80),  # in step 85
+        ("", 93),
+    ):
+        run_example(size, "resumed.py", parts, DROPOUT, call and f"{call} {size - 1}")
+        assert saved(parts, "out/checkpoint.pt")["step"] == step
+    for name in ("model.pt", "out/checkpoint.pt"):
+        assert flatten(saved(parts, name)) == flatten(saved(untouched, name))
+
+
+@processes
+def test_resumed_script_is_exact_on_other_ranks_and_with_loading_processes(tmp_path):
+    one, parts, loading = tmp_path / "one", tmp_path / "parts", tmp_path / "loading"
+    run_example(1, "resumed.py", one)
+    run_example(2, "resumed.py", parts, fault="StopSignal.requested 45 SIGTERM 0")
+    run_example(1, "resumed.py", parts)
+    assert_close(saved(parts), saved(one))
+    run_example(1, "resumed.py", loading, {"workers=0": "workers=2"})
+    assert flatten(saved(loading)) == flatten(saved(one))
+
+
+# ---- Code in the text of the page on an own script -----------------------------------
+def inline(beginning):
+    (code,) = [span for span in spans(OWN) if span.startswith(beginning)]
+    return code
+
+
+@processes
+def test_tokens_and_weighted_samples_are_those_of_one_rank():
+    """Four sequences of other lengths. Nine samples, from the third on."""
+
+    def rank():
+        with ddp_train.distributed("cpu"):
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            names = {"ddp": ddp_train, "torch": torch, "world_size": world_size}
+            torch.manual_seed(0)
+            model = nn.Linear(1, 1)
+            wrapped = DistributedDataParallel(model)
+            lengths = torch.tensor([3, 9, 5, 20])[rank::world_size, None]
+            names["mask"] = torch.arange(20) < lengths
+            x = torch.arange(80.0).view(4, 20, 1)[rank::world_size]
+            names["loss_sum"] = (wrapped(x).squeeze(2).square() * names["mask"]).sum()
+            exec(inline("loss = "), names)
+            names["loss"].backward()
+
+            names["weights"] = torch.tensor([0.0, 0, 0, 1, 2, 3, 4, 5, 6])
+            exec(re.sub("(?m)^  ", "", blocks(OWN, "python")[0]), names)
+            sampler = names["WeightedSampler"](range(9), 0)
+            sampler.set_epoch(1, 3)
+            return float(model.weight.grad), list(sampler)
+
+    (gradient, order), first, second = *in_ranks(1, rank), *in_ranks(2, rank)
+    assert first[0] == second[0] == pytest.approx(gradient)
+    assert [first[1], second[1]] == [order[0::2], order[1::2]]
+    assert min(order) >= 3 and len(order) == 6
+
+
+def test_items_of_a_stream_are_read_once_by_ranks_and_loading_processes():
+    names, read = {"world_size": 2, "workers": 3}, []
+    for names["rank"], worker in itertools.product(range(2), range(3)):
+        names["get_worker_info"] = functools.partial(argparse.Namespace, id=worker)
+        for names["number"] in range(23):
+            if eval(inline("number % "), names):
+                read.append(names["number"])
+    assert sorted(read) == list(range(23))
