@@ -649,7 +649,7 @@ def save_checkpoint(path, step, **content):
             if refused:
                 raise RuntimeError(f"torch.load() would refuse {refused}")
             os.replace(beside, path)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # pickle and torch raise all kinds
             beside.unlink(missing_ok=True)
             sys.exit(f"cannot save {path} (the old one is intact): {error}")
 

@@ -799,7 +799,8 @@ def test_what_was_saved_comes_back(path):
     content = {"tensors": [torch.arange(5000.0), {"x": torch.tensor(7)}]}
     content["plain"] = {"a": [None, True, "x", 1.5, (2, b"x")], 3: {4, 5}, "b": {}}
     ddp_train.save_checkpoint(path, 3, **content)
-    for value in (numpy.float64(0.5), [{"best": (1, numpy.int64(3))}], Path("x")):
+    values = [numpy.float64(0.5), [{"best": (1, numpy.int64(3))}], Path("x"), iter([])]
+    for value in [*values, (i for i in range(3))]:
         with refuses("cannot save", "the old one is intact"):
             ddp_train.save_checkpoint(path, 4, best=value)
         assert not path.with_suffix(".tmp").exists()
@@ -1004,6 +1005,19 @@ def test_no_loading_process_is_left_after_a_failure(tiny, action, code):
     ranks = start_training(2, *tiny, "--workers", 1, fault=f"train_step 1 {action} 1")
     for rank, of_rank in zip(ranks, (1, code), strict=True):
         rank.end(of_rank)
+        rank.leaves_none()
+
+
+@processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_loading_process_that_never_delivers_is_an_error(tiny, data, out, size):
+    """After --timeout. It waits for a file that nobody writes, and is not left."""
+    ranks = start_training(size, *tiny, "--workers", 1, "--timeout", 6, "--epochs", 999)
+    ranks[0].wait_for("from step 0 ")
+    os.mkfifo(out / "data")
+    os.replace(out / "data", data)
+    for rank in ranks:
+        rank.end(1)
         rank.leaves_none()
 
 

@@ -199,7 +199,7 @@ def be_a_rank(function, variables, log):
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # as it is in a real run
     # A fork makes a pool of threads of its own. If two threads do, torch aborts.
     torch.set_num_threads(1)
     variables["STARTED_BY"] = log  # the environment of what it starts
