@@ -1,7 +1,6 @@
 """Speed of ddp_train.py against the bare loop: prints a table. It is `make bench`.
 
 make bench                          some minutes; with a GPU ten more
-make bench ARGS=--peers             besides, Accelerate and Lightning Fabric
 make bench ARGS=--only-gpu          the rows for which a GPU is needed
 make bench ARGS="--program OTHER/ddp_train.py"
     whole processes beside those of another version
@@ -13,7 +12,6 @@ ratios: the other numbers depend on what else the machine does.
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import re
@@ -223,7 +221,6 @@ def gpu_rows(folder, pairs=3):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--program", type=Path, help="another ddp_train.py")
-    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--only-gpu", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
     args = parser.parse_args(argv)
@@ -241,12 +238,6 @@ def main(argv):
         elif not args.only_gpu:
             throughput_row(folder, data, args.pairs, "ours", 1)
             throughput_row(folder, data, args.pairs, "ours", 2)
-            for package in ("accelerate", "lightning_fabric") if args.peers else ():
-                if importlib.util.find_spec(package):
-                    name = package.removeprefix("lightning_")
-                    throughput_row(folder, data, args.pairs, name, 1)
-                else:
-                    row(package, "left out: it is not installed")
             other_rows(folder, data)
         if torch.cuda.is_available() and not args.program:
             gpu_rows(folder)
