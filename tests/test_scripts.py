@@ -417,7 +417,7 @@ def test_slurm_saves_and_requeues_at_sigusr1(slurm, tiny, tmp_path, monkeypatch)
     monkeypatch.setenv("DRY_RUN", "")
     options = [*tiny, "--epochs", 9999, "--log_every", 10, "--out", tmp_path / "out"]
     run = launch(MULTI, *options)
-    run.wait_for(r"step \d+ ")
+    run.wait_for(r"\nstep \d+ ")  # "from step 0" comes before the signals are handled
     for pid in children(run.pid):
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if not command[1].endswith("/srun"):
