@@ -17,7 +17,7 @@ PIP = $(VENV_PYTHON) -m pip install -q
 PYTEST = $(VENV_PYTHON) -m pytest -q
 
 .PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-fast
-.PHONY: test-gpu test-recipes lint bench recipe figures clean
+.PHONY: test-gpu test-lines test-recipes lint bench recipe figures clean
 
 help: ## list the targets and the variables
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
@@ -59,6 +59,9 @@ test: .venv/.tests ## all tests: some two minutes on two cores
 
 test-fast: .venv/.tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py
+
+test-lines: .venv/.tests ## take each statement of ddp_train.py away: a test must fail
+	$(VENV_PYTHON) tests/lines.py $(ARGS)
 
 test-gpu: .venv/.tests ## what a GPU alone can show, with a table at the end
 	$(PYTEST) -s -rs $(ARGS) tests/test_gpu.py

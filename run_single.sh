@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Train on this machine: one process for each GPU, or one process if there is no GPU.
+# Train on this machine: one process per GPU, or one process if there is no GPU.
 #   ./run_single.sh --epochs 3
-# All arguments go to ddp_train.py. The script reads these variables:
-#   NPROC         another number of processes. On the CPU, two of them:
-#                 NPROC=2 ./run_single.sh --device cpu
-#   MAX_RESTARTS  how often failed processes are started again (0)
-#   SCRIPT        another program than ddp_train.py: SCRIPT=mine.py ./run_single.sh
+# All arguments are passed to ddp_train.py. The script reads these variables:
+#   NPROC         number of processes. On the CPU: NPROC=2 ./run_single.sh --device cpu
+#   MAX_RESTARTS  number of times to restart failed ranks (0)
+#   SCRIPT        script to run instead of ddp_train.py: SCRIPT=mine.py ./run_single.sh
 set -e
 here=$(dirname "$0")
 PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}
@@ -17,21 +16,23 @@ except ImportError as e:
 print(torch.cuda.device_count(), torch.get_num_threads())') || exit 2
 read -r gpus cores <<<"$found"
 [ "$gpus" -gt 0 ] || ! nvidia-smi -L >/dev/null 2>&1 ||
-  echo "warning: nvidia-smi sees a GPU, but torch does not: an old driver?" >&2
+  echo "warning: nvidia-smi sees a GPU, but torch does not. Is the driver too old?" >&2
 case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 NPROC=${NPROC:-${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}}
 case $NPROC in
-  *[!0-9]* | 0*) echo "run_single.sh: NPROC=$NPROC is not a number, 1 or more" >&2; exit 2 ;;
+  *[!0-9]* | 0*) echo "run_single.sh: NPROC=$NPROC must be 1 or more" >&2; exit 2 ;;
 esac
-# torchrun would give each process one CPU thread. Share the cores out.
+# By default, torchrun gives each process one CPU thread. Divide the cores between them.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
-# Processes that are started again must not meet the addresses of dead ones.
+# Without this, restarted ranks could find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# torchrun sets 1: then NCCL's time-out waits for the GPU before it ends the rank.
+# torchrun's default is 1: NCCL's timeout would wait for the GPU before ending the rank.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
-# Options of torchrun: SIGUSR1 goes to the ranks, too, and they have time to save.
+# PET_X sets torchrun's option --x. Drop those that the cluster has set. Forward SIGUSR1
+# to the ranks, too, and give them time to save.
+unset "${!PET_@}"
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100
-# --local-addr: the name of this machine may lead nowhere.
+# --local-addr: this machine's name may not resolve.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=localhost \
   --nproc-per-node="$NPROC" --max-restarts="${MAX_RESTARTS:-0}" \
   "${SCRIPT:-$here/ddp_train.py}" "$@"

@@ -8,11 +8,14 @@ torch is not imported again: see tests/harness.py. tests/ has tests of the other
 """
 
 import ast
+import errno
 import fcntl
 import functools
 import importlib
 import itertools
 import math
+import multiprocessing
+import operator
 import os
 import random
 import re
@@ -29,6 +32,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ddp_train
@@ -82,22 +87,36 @@ def alone():
 
 # ---- Model, data, options ------------------------------------------------------------
 MISTAKES = "--no_such 1, --batch_size 0, --epochs 1.5, --lr nan, --grad_clip inf, "
-MISTAKES += "--heads -1, --precision fp16, --seed x, --save_every 0, --timeout 0"
+MISTAKES += "--heads -1, --precision fp16, --seed x, --save_every 0, --timeout 0, "
+MISTAKES += "--timeout 99999999, --warmup 100, --warmup -1, --workers -1, "
+MISTAKES += f"--seed {2**64}"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.split(", "))
-def test_mistake_in_an_option_is_one_line_and_exit_code_2(mistake, capfd):
+def test_mistake_in_an_option_is_named_below_the_usage_with_exit_code_2(mistake, capfd):
     with pytest.raises(SystemExit) as error:
         parse(*mistake.split())
     assert error.value.code == 2
-    assert mistake.split()[0] in capfd.readouterr().err.splitlines()[-1]
+    usage, line = capfd.readouterr().err.splitlines()
+    assert usage.startswith("usage: ") and mistake.split()[0] in line
+
+
+def test_help_names_the_options_with_their_defaults(capfd):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capfd.readouterr().out.split())
+    assert "--dropout DROPOUT dropout probability (default: 0.0)" in text
+    assert "--lr LR peak learning rate (default: 0.002)" in text
+    assert "local_rank" not in text
 
 
 BAD_INPUT = {
     "--data /no/such": "no data: ",
-    "--seq_len 2048": "0 samples are less than one step of 4",
-    "--batch_size 16 --accum 4": "60 samples are less than one step of 64",
+    "--seq_len 2048": "0 samples are fewer than one step of 4",
+    "--batch_size 16 --accum 4": "60 samples are fewer than one step of 64",
     "--heads 3": "--dim 16 is not divisible by --heads 3",
+    "--dropout 1.5": "--dropout 1.5 must be from 0 to 1",
+    "--out /dev/null/out": "the folder /dev/null/out: ",
 }
 
 
@@ -121,10 +140,63 @@ def test_sample_is_bytes_and_those_one_later(data):
 
 def test_text_of_the_data_changes_with_one_byte(data):
     texts = set()
-    for content in (b"a" * 99, b"a" * 98 + b"b", b"a" * 100, b"a" * 99):
+    for content in (b"a" * 2**20, b"a" * 2**20 + b"b", b"a" * 100, b"a" * 2**20):
         data.write_bytes(content)
         texts.add(ddp_train.load_data(parse(*TINY, "--data", data))[2])
     assert len(texts) == 3
+
+
+def test_prediction_of_a_byte_does_not_see_the_bytes_that_follow():
+    """Otherwise the model reads the answer, and val_loss means nothing."""
+    model = ddp_train.build_model(parse(*TINY))
+    x = torch.randint(256, (1, 32))
+    y = x.clone()
+    y[0, 20:] = 0
+    assert torch.equal(model(x)[:, :20], model(y)[:, :20])
+    assert not torch.equal(model(x)[:, 20:], model(y)[:, 20:])
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    factors = [ddp_train.lr_factor(share, 0.2) for share in (0, 0.1, 0.2, 0.6, 1)]
+    assert factors == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert ddp_train.lr_factor(0, 0) == 1
+
+
+DDP_LINES = """
+rank, world_size = dist.get_rank(), dist.get_world_size()
+wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+sampler = ResumableSampler(train_set, seed=args.seed)
+val_samples = range(rank, len(val_set), world_size)
+sampler.set_epoch(epoch, done)
+seed_all("load", args.seed, step, rank)
+seed_all("step", args.seed, step, rank)
+stopped_by = stop.requested()
+averaging = wrapped.no_sync()
+(loss / args.accum).backward()
+dist.barrier(everyone)
+dist.init_process_group(backend, timeout=limit)
+index = int(os.environ.get("LOCAL_RANK", 0))
+mine = order[self.start + self.rank :: self.num_replicas][: len(self)]
+dist.all_reduce(means)
+for buffer in model.buffers():
+for of_rank in all_gather({name: float(value) for name, value in sums.items()}):
+if dist.get_rank() == 0:
+if dist.get_rank() > 0 or not means:
+if dist.get_rank() > 0:
+dist.all_reduce(number, dist.ReduceOp.MAX)
+"""
+
+
+def test_ddp_marks_what_data_parallelism_needs():
+    """The mark is above such a statement, or behind it."""
+    marked, mark = [], False
+    for line in Path(ddp_train.__file__).read_text().splitlines():
+        code, _, comment = line.strip().partition("#")
+        mark = mark or comment.startswith(" DDP: ")
+        if code and mark:
+            marked.append(code.strip())
+            mark = False
+    assert marked == DDP_LINES.split("\n")[1:-1]
 
 
 # ---- Batches -------------------------------------------------------------------------
@@ -152,15 +224,41 @@ def test_ranks_take_turns_from_any_start_and_have_as_many_samples(alone):
             assert n - start - len(turns) < size
 
 
-def test_each_seed_and_each_epoch_has_another_order(alone):
-    """Also the epoch after the last one, if nobody calls set_epoch()."""
+def test_each_seed_and_each_epoch_has_its_own_order(alone):
+    """So has each iteration if nobody calls set_epoch()."""
     orders = [order_of(30, seed=seed) for seed in (0, 7)]
     orders += [order_of(30, epoch=epoch) for epoch in (1, 2)]
     assert len(set(map(str, orders))) == 4
     sampler = ddp_train.ResumableSampler(range(30), seed=0)
-    sampler.set_epoch(1, 20)
-    assert list(sampler) == orders[2][20:]
-    assert list(sampler) == orders[3]
+    assert [list(sampler) for _ in range(3)] == [orders[0], *orders[2:]]
+
+
+class EagerBatches:
+    """A batch_sampler that reads its sampler before it gives the first batch."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter([list(self.sampler)])
+
+
+@processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_reads_exactly_the_epoch_and_the_place_that_was_set(alone, workers):
+    """Some loaders call iter() on the sampler twice."""
+    data = range(8)
+    options = ddp_train.loading_options(CPU, workers)
+    for as_option in ("sampler", "batch_sampler"):
+        sampler = ddp_train.ResumableSampler(data, seed=0)
+        words = {"batch_size": None, "sampler": sampler}
+        if as_option == "batch_sampler":
+            words = {"batch_sampler": EagerBatches(sampler), "collate_fn": list}
+        loader = DataLoader(data, **words, **options)
+        for epoch, start in ((0, 4), (1, 0), (1, 3)):
+            sampler.set_epoch(epoch, start)
+            read = torch.tensor(list(loader)).flatten().tolist()
+            assert read == order_of(8, epoch=epoch, start=start)
 
 
 def test_random_numbers_differ_by_word_rank_and_step():
@@ -186,8 +284,8 @@ def test_batch_of_any_nesting_goes_to_the_device():
 
 
 @processes
-def test_loading_process_is_no_fork_gets_no_stop_signal_and_may_not_hang():
-    """It tells the handlers of signals. A fork has the one that its rank has set."""
+def test_worker_is_spawned_ignores_stop_signals_lives_on_and_may_not_hang():
+    """It reports its handlers of signals. A fork has the one that its rank has set."""
 
     def rank():
         signal.signal(signal.SIGUSR2, print)
@@ -196,6 +294,10 @@ def test_loading_process_is_no_fork_gets_no_stop_signal_and_may_not_hang():
             patient = ddp_train.loading_options(device, 1) | {"batch_size": None}
             loader = DataLoader(numbers, collate_fn=signal.getsignal, **patient)
             assert list(loader) == [signal.SIG_IGN] * 4 + [signal.SIG_DFL]
+            # It lives on: a new one in each epoch would import torch again.
+            getpid = operator.methodcaller("__call__")
+            loader = DataLoader([os.getpid], collate_fn=getpid, **patient)
+            assert list(loader) == list(loader)
             hasty = patient | ddp_train.loading_options(device, 1, timeout=1)
             with pytest.raises(RuntimeError):
                 list(DataLoader([2 * DEADLINE], collate_fn=time.sleep, **hasty))
@@ -219,6 +321,8 @@ def read_pieces():
             statements[alias.asname or alias.name] = ast.unparse(node)
     sections, pieces = {}, {}
     text = source.partition("# ---- PIECES ")[2].partition("# ---- OPTIONS ")[0]
+    endings = source.partition("# ---- ENDINGS")[2].partition("\nif __name__")[0]
+    text += endings[endings.index("\n# ---- ") :]
     for section in text.split("\n# ---- ")[1:]:
         title, _, code = section.partition("\n")
         listed = re.match(r"# Imports: ((?:.*,\n# )*.*)", code)[1]
@@ -287,14 +391,17 @@ def use_pieces(folder, rank, device):
 
     results = [{"grad_norm": torch.tensor(i + 10.0 * rank)} for i in (1, 3)]
     assert copied("mean_over_ranks")(results) == {"grad_norm": (1 + 3 + 11 + 13) / 4}
+    extra = [{"b": torch.ones(()), "a": torch.zeros(())}, {"a": 0, "b": 1}][rank]
+    extra = {name: torch.as_tensor(value) for name, value in extra.items()}
+    assert copied("mean_over_ranks")([extra]) == {"a": 0, "b": 1}  # by name
     with pytest.raises(SystemExit, match="the ranks differ"):
         copied("check_together")(results, nn.LayerNorm(1))
     means = copied("evaluate")(nn.Identity(), mean_of, [torch.ones(1) * 2], device)
-    copied("log")(folder, 5, means)
+    copied("log")(str(folder), 5, means)
     copied("say")("said once")
 
-    copied("lock")(folder)
-    path = folder / "checkpoint.pt"
+    copied("lock")(str(folder / "new"))
+    path = str(folder / "checkpoint.pt")  # a path may be a text
     copied("save_checkpoint")(path, 5, model=[1, 2, 3])
     copied("all_gather")("saved")
     assert copied("load_checkpoint")(path) == {"step": 5, "model": [1, 2, 3]}
@@ -317,6 +424,14 @@ LAYOUTS = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
+def two_groups(model, args):
+    """The head has its own learning rate, as a pretrained model's might."""
+    head = set(model.head.parameters())
+    others = [weight for weight in model.parameters() if weight not in head]
+    groups = [{"params": others}, {"params": list(head), "lr": args.lr / 10}]
+    return torch.optim.AdamW(groups, args.lr)
+
+
 def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
@@ -330,8 +445,8 @@ def plain():
     """
     ddp_train.seed_all("start", 7)
     model = ddp_train.build_model(parse(*TINY))
-    optimizer = torch.optim.AdamW(model.parameters())
-    [group] = optimizer.param_groups
+    optimizer = two_groups(model, parse("--lr", 0.001))
+    rates = [group["lr"] for group in optimizer.param_groups]
     run = types.SimpleNamespace(samples=[], gradients=[])
     run.loss, run.grad_norm, run.lr, run.val_loss = {}, {}, {}, {}
 
@@ -346,10 +461,12 @@ def plain():
         order = torch.randperm(60, generator=generator).tolist()
         samples = order[8 * place :][:8]
         progress = (step - 0.5) / 14
-        group["lr"] = 0.001 * progress / 0.25
+        factor = progress / 0.25
         if progress >= 0.25:
             angle = math.pi * (progress - 0.25) / 0.75
-            group["lr"] = 0.001 * (1 + math.cos(angle)) / 2
+            factor = (1 + math.cos(angle)) / 2
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
         optimizer.zero_grad()
         loss = loss_of(samples)
         loss.backward()
@@ -359,7 +476,7 @@ def plain():
         run.gradients.append(flat(weight.grad for weight in model.parameters()))
         run.loss[step] = loss.item()
         run.grad_norm[step] = norm.item()
-        run.lr[step] = group["lr"]
+        run.lr[step] = 0.001 * factor
         if step in (5, 7, 10, 14):
             run.val_loss[step] = loss_of([60, 61, 62]).item()
     run.weights = flat(model.parameters())
@@ -368,26 +485,37 @@ def plain():
 
 def observe(*options):
     """Train. Returns what this rank has seen. draws: what dropout would draw in a step.
-    averages: whether the backward() of a batch will average the gradients."""
+    averages: how many all-reduces of gradients the backward() of each batch makes."""
     seen = types.SimpleNamespace(samples=[], gradients=[], draws=[], averages=[])
 
     def note_sample(windows, i):
         seen.samples.append(i)
 
     def note_gradient(optimizer):
-        seen.weights = optimizer.param_groups[0]["params"]
+        seen.weights = sum([group["params"] for group in optimizer.param_groups], [])
         seen.gradients.append(flat(weight.grad for weight in seen.weights))
 
     def note_draws(*_):
         seen.draws += [torch.rand(1).item(), numpy.random.rand(), random.random()]
 
-    def note_averages(wrapped, *_):
-        seen.averages.append(wrapped.require_backward_grad_sync)
+    class CountingDDP(DistributedDataParallel):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.register_comm_hook(None, note_average)
 
+        def forward(self, *args):
+            seen.averages.append(0)
+            return super().forward(*args)
+
+    def note_average(state, bucket):
+        seen.averages[-1] += 1
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    ddp_train.DistributedDataParallel = CountingDDP
+    ddp_train.build_optimizer = two_groups
     before(ddp_train.ByteWindows, "__getitem__", note_sample)
     before(torch.optim.AdamW, "step", note_gradient)
     before(ddp_train, "train_step", note_draws)
-    before(ddp_train.DistributedDataParallel, "forward", note_averages)
     main(*options)
     seen.weights = flat(seen.weights)
     seen.held_out = [i for i in seen.samples if i >= 60]
@@ -446,7 +574,7 @@ def test_each_step_has_its_own_samples(layouts, plain, layout):
 @processes
 def test_gradients_are_averaged_once_per_step(layouts):
     for rank in layouts((2, 2, 2))[1]:
-        assert rank.averages == [False, True] * 14
+        assert rank.averages == [0, 1] * 14
 
 
 @processes
@@ -466,28 +594,57 @@ class Draws:
 """
 
 
+def draw(folder):
+    """Train on random numbers, which the workers draw. They are printed."""
+    sys.path.insert(0, str(folder))
+    data = importlib.import_module("draws").Draws()
+    ddp_train.load_data = lambda args: (data, [], "draws")
+    ddp_train.evaluate = lambda *args: {}  # it would start more workers
+    ddp_train.compute_loss = loss_of_draws
+
+
+def loss_of_draws(model, draws):
+    print("draws", *draws.flatten().tolist(), flush=True)
+    return sum(weight.sum() for weight in model.parameters())
+
+
 @processes
-def test_loading_processes_of_each_rank_draw_their_own_random_numbers(tiny, tmp_path):
-    """For augmentation, say. They are new processes: a fork of a rank may hang."""
+def test_workers_of_each_rank_draw_their_own_random_numbers(tiny, tmp_path):
+    """For augmentation, say. So do those of a resumed run."""
     (tmp_path / "draws.py").write_text(DRAWS)
 
-    def draw():
-        sys.path.insert(0, str(tmp_path))
-        data = importlib.import_module("draws").Draws()
-        ddp_train.load_data = lambda args: (data, [], "draws")
-        ddp_train.evaluate = lambda *args: {}  # it would start more of them
-        ddp_train.compute_loss = loss_of_draws
-
-    def loss_of_draws(model, draws):
-        print("draws", *draws.flatten().tolist(), flush=True)
-        return sum(weight.sum() for weight in model.parameters())
-
-    said = train(2, *tiny, "--workers", 1, "--max_steps", 2, patch=draw)
+    patch = functools.partial(draw, tmp_path)
+    said = train(2, *tiny, "--workers", 1, "--max_steps", 2, patch=patch)
+    more = [*tiny, "--workers", 1, "--max_steps", 4]
+    said += train(1, *more, patch=patch)  # not those from before the resume
     drawn = re.findall(r"0\.\d+", "".join(re.findall("draws .*", "".join(said))))
-    assert len(set(drawn)) == len(drawn) == 2 * 2 * 8
+    assert len(set(drawn)) == len(drawn) == 2 * 2 * 8 + 2 * 8
 
 
 # ---- A run and its log ---------------------------------------------------------------
+@processes
+def test_folder_may_have_any_name_and_a_resume_keeps_no_old_file(tiny, tmp_path):
+    """On a full disk, a deleted checkpoint that is still mapped would need space."""
+    out = os.fsdecode(bytes(tmp_path) + b"/no UTF-8: \xff")
+
+    def see_maps():
+        save = ddp_train.save_checkpoint
+
+        def save_and_see(*args, **content):
+            save(*args, **content)
+            if sys.platform == "linux":
+                assert "checkpoint.pt" not in Path("/proc/self/maps").read_text()
+
+        ddp_train.save_checkpoint = save_and_see
+
+    for steps in (2, 4):
+        options = [*tiny, "--max_steps", steps, "--save_every", 1, "--out", out]
+        (rank,) = start_training(1, *options, patch=see_maps)
+        rank.end()
+        line = f"\ndone: step {steps}, saved in {out}/checkpoint.pt\n"
+        assert os.fsencode(line) in rank.log.read_bytes()
+
+
 @processes
 def test_run_learns_says_what_runs_where_and_is_finished(tiny, out):
     """By the real launcher. The same command again evaluates, and does nothing else."""
@@ -538,7 +695,12 @@ def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, 
     """A save comes with a line, an evaluation with a save. Each rank has a folder."""
     (out.parent / "data").write_bytes(NO_TWO_ALIKE)
     options = [*tiny, *EXACT.split(), "--log_every", 6, "--save_every", 4, "--out"]
-    ranks = fork_ranks(2, lambda: main(*options, out / os.environ["RANK"]))
+
+    def rank():
+        ddp_train.build_optimizer = two_groups
+        main(*options, out / os.environ["RANK"])
+
+    ranks = fork_ranks(2, rank)
     assert [bool(rank.end()) for rank in ranks] == [True, False]
     assert os.listdir(out) == ["0"]
     assert set(os.listdir(out / "0")) == {"checkpoint.pt", "metrics.jsonl", ".lock"}
@@ -548,6 +710,54 @@ def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, 
         for begin, end in itertools.pairwise([0, 4, 5, 6, 7, 8, 10, 12, 14]):
             expected[end] = numpy.mean(values[begin:end])
         assert metrics(out / "0", name) == pytest.approx(expected, rel=1e-6)
+
+
+@processes
+def test_speed_in_the_log_is_of_all_ranks_and_the_time_left_is_in_seconds(tiny, out):
+    """A step takes 0.3 s or more, and all steps no longer than the whole test."""
+    patch = functools.partial(
+        before, ddp_train, "train_step", lambda *_: time.sleep(0.3)
+    )
+    began = time.monotonic()
+    train(2, *tiny, "--log_every", 2, "--max_steps", 5, patch=patch)
+    seconds = time.monotonic() - began
+    left, speed = metrics(out, "seconds_left"), metrics(out, "samples_per_s")
+    assert list(left) == [2, 4, 5]
+    for step in (2, 4):
+        assert 0.3 <= left[step] / (5 - step) < seconds
+        assert speed[step] * left[step] == pytest.approx(8 * (5 - step))
+    assert left[5] == 0 and 8 / seconds < speed[5] <= 8 / 0.3
+
+
+@processes
+def test_full_disk_at_a_log_line_is_a_warning_and_leaves_whole_lines(tiny, out):
+    """Training goes on. Later there is space again."""
+
+    def fill():
+        with ddp_train.distributed("cpu"):
+            for _ in range(200):  # so that only this file is too large
+                ddp_train.log(out, 0, {"loss": math.nan})
+        size = (out / "metrics.jsonl").stat().st_size + 250  # for one line
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, 2**20))
+        before(ddp_train, "evaluate", free)
+
+    def free(*_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+
+    def save(*_, **content):
+        assert content["model"]
+
+    def patch():
+        ddp_train.save_checkpoint = save  # it is larger, and has its own test
+        fill()
+
+    out.mkdir()
+    options = [*tiny, "--max_steps", 6, "--eval_every", 4]
+    (said,) = train(1, *options, patch=patch)
+    assert f"warning: {out}/metrics.jsonl: [Errno 27] File too large\n" in said
+    assert list(metrics(out, "loss")) == [0, 1, 5, 6]
+    assert metrics(out, "loss")[0] is None  # JSON has no NaN
 
 
 @processes
@@ -563,15 +773,22 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(tiny, out):
 
 
 @processes
-def test_compile_has_the_same_numbers_and_names(tiny, tmp_path):
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_ranks_have_the_same_numbers_and_names(tiny, tmp_path, size):
     """The graphs are run as they are: this needs no C compiler."""
 
+    def backend(graph, inputs):
+        print("compiles a graph", flush=True)
+        return graph.forward
+
     def use_backend():
-        torch.compile = functools.partial(torch.compile, backend="eager")
+        torch.compile = functools.partial(torch.compile, backend=backend)
 
     options = [*tiny, "--accum", 2, "--max_steps", 2]
-    train(1, *options, "--out", tmp_path / "a")
-    train(1, *options, "--out", tmp_path / "b", "--compile", patch=use_backend)
+    train(size, *options, "--out", tmp_path / "a")
+    options += ["--out", tmp_path / "b", "--compile"]
+    for said in train(size, *options, patch=use_backend):
+        assert "compiles a graph" in said
     a, b = load(tmp_path / "a")["model"], load(tmp_path / "b")["model"]
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # names, too
 
@@ -606,10 +823,12 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
 
     def evaluate():
         with ddp_train.distributed("cpu") as device:
-            model = nn.BatchNorm1d(1, eps=0)
-            model.running_mean += 100 * dist.get_rank()
+            model = nn.BatchNorm1d(2, eps=0)
+            # Some buffers are not contiguous. NCCL and gloo cannot send them.
+            model.running_mean = torch.full((4,), 100.0 * dist.get_rank())[::2]
             means = []
             for numbers in (2 ** torch.arange(9.0).view(9, 1), torch.ones(1, 1)):
+                numbers = numbers.repeat(1, 2) / 2
                 samples = range(dist.get_rank(), len(numbers), size)
                 loader = DataLoader(numbers, 2, sampler=samples)
                 means.append(ddp_train.evaluate(model, mean_of, loader, device)["mean"])
@@ -617,6 +836,11 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
 
     for means in in_ranks(size, evaluate):
         assert means == pytest.approx([511 / 9, 1], rel=1e-6)
+
+
+def test_score_without_a_count_is_one_line(alone):
+    with refuses('score() must return "count"'):
+        ddp_train.evaluate(nn.Identity(), lambda *_: {"loss": 1.0}, [2.0], CPU)
 
 
 def test_modes_come_back_after_an_evaluation(alone):
@@ -704,6 +928,13 @@ def test_resumed_run_has_the_same_bits(tiny, out, untouched, fault, codes, step)
 
 
 @processes
+def test_stop_takes_effect_after_the_step_though_nothing_else_is_due(tiny, out):
+    options = [*tiny, "--log_every", 100]
+    train(2, *options, fault="train_step 3 SIGTERM 1", code=143)
+    assert load(out)["step"] == 3
+
+
+@processes
 def test_resumed_on_other_numbers_of_ranks_the_run_is_the_same(tiny, data, out):
     """With the same global batch. The same losses show the same samples: all differ."""
     data.write_bytes(random.Random(0).randbytes(2144))  # 64 samples: 5 steps of 12
@@ -736,19 +967,29 @@ def test_resumed_with_another_global_batch_the_rate_goes_on(tiny, out):
 
 
 @processes
-def test_nodes_without_a_shared_disk_take_the_most_steps(tiny, tmp_path):
-    """The evaluation shows it: each of three ranks evaluates one sample."""
-    disks = [tmp_path / name for name in ("nothing", "most", "fewer")]
-    train(1, *tiny, "--out", disks[1], "--max_steps", 5)
-    train(1, *tiny, "--out", disks[2], "--max_steps", 3, "--lr", 0.5)
+def test_nodes_without_a_shared_disk_go_on_from_one_newest_file(tiny, tmp_path):
+    """The evaluation shows it: each of three ranks evaluates one sample. Two files of
+    the same step differ."""
+    most, fewer, same = [tmp_path / name for name in ("most", "fewer", "same")]
+    train(1, *tiny, "--out", most, "--max_steps", 5)
+    train(1, *tiny, "--out", fewer, "--max_steps", 3, "--lr", 0.5)
+    train(1, *tiny, "--out", same, "--max_steps", 5, "--lr", 0.5)
+    stop = ["--max_steps", 3]
+    for disks in (["nothing", "most", "fewer"], ["most", "fewer", "none"]):
 
-    def rank():
-        out = disks[int(os.environ["RANK"])]
-        main(*tiny, "--batch_size", 1, "--max_steps", 3, "--out", out)
+        def rank(disks=disks):
+            out = tmp_path / disks[int(os.environ["RANK"])]
+            main(*tiny, "--batch_size", 1, "--timeout", 20, "--out", out, *stop)
 
-    in_ranks(3, rank)
-    expected = metrics(disks[1], "val_loss")
-    assert metrics(disks[0], "val_loss") == pytest.approx(expected, rel=1e-6)
+        in_ranks(3, rank)
+        found = metrics(tmp_path / disks[0], "val_loss")[5]
+        assert found == pytest.approx(metrics(most, "val_loss")[5], rel=1e-6)
+
+    def train_on():
+        out = [most, same][int(os.environ["RANK"])]
+        main(*tiny, "--batch_size", 2, "--max_steps", 7, "--out", out)
+
+    in_ranks(2, train_on)  # it ends with "the ranks differ" if they go on from both
 
 
 @processes
@@ -816,12 +1057,14 @@ def test_full_disk_or_a_kill_in_the_write_leaves_the_old_file(tiny, out, end, co
         signal.signal(signal.SIGXFSZ, end)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    train(1, *tiny, "--max_steps", 2)
+    options = [*tiny, "--dim", 64]  # so large that torch hides the reason
+    train(1, *options, "--max_steps", 2)
     before = (out / "checkpoint.pt").read_bytes()
-    (said,) = train(1, *tiny, "--max_steps", 4, patch=limit_files, code=code)
+    (said,) = train(1, *options, "--max_steps", 4, patch=limit_files, code=code)
     assert (out / "checkpoint.pt").read_bytes() == before
     if code == 1:
-        assert f"cannot save {out}/checkpoint.pt (the old one is intact): " in said
+        reason = "(the old one is intact): [Errno 27] File too large"
+        assert f"cannot save {out}/checkpoint.pt {reason}" in said
         assert not (out / "checkpoint.tmp").exists()
 
 
@@ -862,6 +1105,46 @@ def test_code_in_a_file_does_not_run_and_files_of_others_are_refused(path, monke
     assert not Path("exploded").exists()
 
 
+def sgd(model, args):
+    return torch.optim.SGD(model.parameters(), args.lr)
+
+
+def with_bias(args):
+    model = ddp_train.ByteTransformer(1, 2, 16, 32, 0)
+    model.head = nn.Linear(16, 256)
+    return model
+
+
+CHANGED_CODE = {  # {what the line must say: (function, what takes its place)}
+    "optimizer AdamW, not SGD": ("build_optimizer", sgd),
+    "parameter group": ("build_optimizer", two_groups),
+    'Missing key(s) in state_dict: "head.bias"': ("build_model", with_bias),
+}
+
+
+@processes
+@pytest.mark.parametrize("line", CHANGED_CODE)
+def test_checkpoint_of_changed_code_is_refused_in_one_line(tiny, out, line):
+    patch = functools.partial(setattr, ddp_train, *CHANGED_CODE[line])
+    train(1, *tiny, "--max_steps", 1)
+    for reason in reasons(train(2, *tiny, patch=patch, code=1)):
+        assert line in reason and reason.endswith(": use another --out")
+    torch.save({"step": 1, "model": {}}, out / "checkpoint.pt")
+    (reason,) = train(1, *tiny, code=1)
+    assert reason.count("\n") == 1 and "is not of this program: KeyError" in reason
+
+
+@processes
+def test_new_or_removed_option_of_the_program_is_reported(tiny, out):
+    def add_option():
+        ddp_train.MODEL_OPTIONS["extra"] = (1, "a new option of the model")
+
+    train(1, *tiny, "--max_steps", 1)
+    train(1, *tiny, "--max_steps", 2, patch=add_option)
+    assert load(out)["settings"]["extra"] == "1"
+    assert "extra is None, it was 1\n" in train(1, *tiny, "--max_steps", 3)[0]
+
+
 @processes
 def test_checkpoint_of_another_model_seed_or_data_is_refused(tiny, out, tmp_path):
     """In one line on all ranks."""
@@ -871,31 +1154,34 @@ def test_checkpoint_of_another_model_seed_or_data_is_refused(tiny, out, tmp_path
     for name, value in (("dropout", 0.1), ("seed", 5), ("data", grown)):
         for line in reasons(train(2, *tiny, f"--{name}", value, code=1)):
             assert f": {out}/checkpoint.pt has {name} " in line
-            assert line.endswith(": give another --out")
+            assert line.endswith(": use another --out")
 
 
 @processes
 def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
-    """A disk without locks is used with a warning."""
+    """In one line on each rank. A disk without locks is used with a warning."""
 
     def lockf(file, operation):
-        raise OSError("No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     options = [*tiny, "--max_steps", 2]
     [first] = start_training(1, *options, fault="train_step 2 hang 0")
     first.wait_for("hangs: ")
     assert train(1, *options, code=1) == [f"{out} is in use by another run\n"]
+    for line in reasons(train(2, *options, code=1)):
+        assert line.endswith(f": {out} is in use by another run")
     first.send(signal.SIGKILL)
     first.end(-9)
     assert "\ndone: " in train(1, *options)[0]
     no_locks = functools.partial(setattr, fcntl, "lockf", lockf)
     (said,) = train(1, *options, patch=no_locks)
-    assert f"warning: {out} cannot be locked: " in said
+    assert f"warning: no lock: the folder {out}: [Errno 37] No locks available" in said
 
 
 # ---- Ranks that differ ---------------------------------------------------------------
 DIFFER = {  # {what: (the function of the program that is changed, the line)}
     "an option": ("parse_args", "grad_clip is 2.0 on rank 1, but 1.0 "),
+    "the device": ("init_distributed", "device is meta on rank 1, but cpu on rank 0"),
     "the data": ("load_data", "data is 60 samples, 3 held out, CRC-32 "),
     "number of samples": ("load_data", "data is 59 samples, 3 held out, "),
     "learning rate": ("lr_factor", "the ranks differ: "),
@@ -903,6 +1189,7 @@ DIFFER = {  # {what: (the function of the program that is changed, the line)}
     "a step without DDP": ("train_step", "the ranks differ: "),
     "NaN on one rank": ("compute_loss", "not finite, not saved: "),
     "infinite gradient": ("compute_loss", "not finite, not saved: "),
+    "NaN in the weights": ("train_step", "the ranks differ: "),
 }
 
 
@@ -915,6 +1202,8 @@ def changed(what, function, *args):
     result = function(*args)
     if what == "an option":
         result.grad_clip += rank
+    if what == "the device":  # as where a driver is broken
+        result = torch.device(["cpu", "meta"][rank])
     if what == "the data":
         result = *result[:2], f"{result[2]} {rank}"
     if what == "number of samples":
@@ -924,6 +1213,8 @@ def changed(what, function, *args):
     if what == "noise in the weights":
         for weight in args[0].parameters():
             weight.data += 1e-4 * rank * torch.randn_like(weight)
+    if what == "NaN in the weights":  # of all ranks: the last step has made them NaN
+        args[0].module.norm.weight.data.fill_(math.nan)
     if what == "NaN on one rank":
         result = result * [1, math.nan][rank]
     if what == "infinite gradient":  # that of a square root at 0; the loss is finite
@@ -958,13 +1249,18 @@ def test_ranks_that_do_not_differ_are_no_false_alarm(tiny, out):
 @pytest.mark.parametrize("action, code", [("raise", 1), ("exit", 0), ("hang", None)])
 def test_rank_that_fails_leaves_or_hangs_ends_the_other(tiny, action, code):
     """One that hangs after --timeout. One that fails says why."""
-    ranks = start_training(2, *tiny, "--timeout", 6, fault=f"train_step 2 {action} 1")
+    fault = f"train_step 2 {action} 1"
+    patch = functools.partial(print, "printed, and not flushed")
+    ranks = start_training(2, *tiny, "--timeout", 6, fault=fault, patch=patch)
     assert "\nerror: rank 0: " in ranks[0].end(1)
+    # It failed because the other rank has ended: no traceback that hides the first one.
+    assert ("Traceback" in ranks[0].text) == (action == "hang")
     if action != "hang":
         ranks[1].end(code)
     assert ranks[1].code == code
     reason = "error: rank 1: RuntimeError('boom')\n"
     assert ranks[1].text.startswith(reason) == (action == "raise")
+    assert action == "hang" or "printed, and not flushed" in ranks[1].text
 
 
 @processes
@@ -999,8 +1295,50 @@ def test_ranks_leave_together_though_a_ddp_object_outlives_the_block():
 
 
 @processes
+def test_rank_0_may_work_at_the_end_for_longer_than_the_time_limit(tmp_path):
+    """An export, say. The others wait. A process of the user is not killed."""
+
+    def rank():
+        with ddp_train.distributed("cpu", timeout=2):
+            own = multiprocessing.get_context("fork").Process(
+                target=time.sleep, args=[6]
+            )
+            own.start()
+            if dist.get_rank() == 0:
+                time.sleep(5)
+                (tmp_path / "exported").touch()
+        own.join()
+        return own.exitcode
+
+    assert in_ranks(2, rank) == [0, 0]
+    assert (tmp_path / "exported").exists()
+
+
+@processes
+def test_behind_the_block_the_handlers_of_signals_are_those_from_before():
+    """Ctrl-C works again. In it each signal is noted, and said."""
+
+    def rank():
+        signal.signal(signal.SIGTERM, print)
+        numbers = ddp_train.STOP_SIGNALS
+        handlers = [signal.getsignal(number) for number in numbers]
+        with ddp_train.distributed("cpu"):
+            stop = ddp_train.StopSignal()
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                assert stop.requested() == number
+        return handlers == [signal.getsignal(number) for number in numbers]
+
+    [alone] = fork_ranks(1, rank)
+    said = alone.end()
+    for number in (15, 2, 1, 10):
+        assert f"signal {number}: will save and stop after this step (kill -9" in said
+    assert alone.value
+
+
+@processes
 @pytest.mark.parametrize("action, code", [("raise", 1), ("SIGKILL", -9)])
-def test_no_loading_process_is_left_after_a_failure(tiny, action, code):
+def test_no_worker_is_left_after_a_failure(tiny, action, code):
     """At the first batch: they still import torch. `| tee` would wait for them."""
     ranks = start_training(2, *tiny, "--workers", 1, fault=f"train_step 1 {action} 1")
     for rank, of_rank in zip(ranks, (1, code), strict=True):
@@ -1048,6 +1386,7 @@ with ddp_train.distributed("cpu"):
         step += 1
         print(f"step {step}", flush=True)
         if step == 3 and rank == 1 and sys.argv[-1] == "fail":
+            time.sleep(1 - time.time() % 1)
             raise RuntimeError("boom")
         time.sleep(0.01)
     ddp_train.save_checkpoint(path, step, size=size)
@@ -1083,13 +1422,15 @@ def test_two_nodes_stop_together(script, module, where):
 
 
 @processes
-def test_torchrun_names_the_rank_that_failed_first(script):
-    run = launch(*torchrun(2, script, "fail"))
+def test_torchrun_names_the_rank_that_failed_first_and_its_reason(script):
+    """It looks late, when both have failed, and its clock counts whole seconds: the
+    first one fails early in a second."""
+    run = launch(*torchrun(2, "--monitor-interval=4", script, "fail"))
     said = run.end(1)
     run.leaves_none()
     assert "error: rank 1: RuntimeError('boom')\nTraceback" in said
     cause = said[said.index("Root Cause") :]
-    assert re.search(r"rank +: 1 ", cause)
+    assert re.search(r"rank +: 1 ", cause) and "RuntimeError: boom" in cause
 
 
 @processes
@@ -1121,15 +1462,24 @@ def test_rank_0_says_that_it_waits():
     assert rank.end(1).startswith(f"rank 0 waits for all ranks at 127.0.0.1 {port}\n")
 
 
-def test_local_rank_picks_the_gpu(monkeypatch):
-    """In the environment. The old launcher also gives it as an option."""
+def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_it_sees(monkeypatch):
+    """Slurm may show each rank its own. Played: there is no GPU. The old launcher also
+    gives the local rank as an option."""
     assert ddp_train.parse_args(["--local-rank=1"]).local_rank == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", int)
-    for local_rank in ("0", "3"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for visible, local_rank, gpu in ((4, "0", 0), (4, "3", 3), (1, "3", 0)):  # noqa: B007
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert str(ddp_train.choose_device("auto")) == f"cuda:{local_rank}"
+        assert ddp_train.choose_device("auto") == torch.device("cuda", gpu)
+        assert chosen.pop() == gpu
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two ranks of torchrun, one GPU")
+    visible = 1
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with refuses("local rank 1 needs a GPU, but torch finds 1 here"):
+        ddp_train.choose_device("cuda")
+    visible = 4
     monkeypatch.setenv("LOCAL_RANK", "4")
     with refuses("local rank 4 needs a GPU, but torch finds 4 here"):
         ddp_train.choose_device("cuda")

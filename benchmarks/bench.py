@@ -196,7 +196,7 @@ def gpu_rows(folder, pairs=3):
     for more in ("--precision bf16", "--precision bf16 --compile"):
         options = [*GPT2, *more.split(), "--data", data, "--max_steps", 40]
         # Each loop sees enough new batches: 32 x 1,024 bytes a step.
-        found = measure(folder, 1, pairs, "bare,clipped,ours,permuted", *options)
+        found = measure(folder, 1, pairs, "bare,clipped,ours", *options)
         speed = flops / statistics.median(found["ours"])
         use = f"{speed / 1e12:.0f} TFLOP/s, {found['gpu'] / 1e9:.1f} GB"
         if peak is not None:
@@ -208,9 +208,7 @@ def gpu_rows(folder, pairs=3):
         )
         beside = ratio(found["clipped"], found["ours"])
         row(what + "over the bare loop with clipping", f"{beside}; {use}")
-        beside = ratio(found["permuted"], found["ours"])
-        row(what + "over a block that lays out q, k, v by permute()", beside)
-        for loop in ("bare", "clipped", "ours", "permuted"):
+        for loop in ("bare", "clipped", "ours"):
             times = [1000 * seconds for seconds in found[loop]]
             text = (
                 f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"

@@ -49,22 +49,3 @@ def clipped(args, device):
 
 def ours(args, device):
     ddp_train.train(args, device)
-
-
-def permuted(args, device):
-    """Ours, but a block lays out q, k and v by permute(): copies of their gradients."""
-    forward = ddp_train.Block.forward
-    ddp_train.Block.forward = forward_by_permute
-    try:
-        ours(args, device)
-    finally:
-        ddp_train.Block.forward = forward
-
-
-def forward_by_permute(self, x):
-    qkv = self.query_key_value(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + self.dropout(self.project(y.transpose(1, 2).flatten(2)))
-    y = self.narrow(nn.functional.gelu(self.widen(self.norm2(x))))
-    return x + self.dropout(y)

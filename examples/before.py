@@ -21,7 +21,7 @@ def main(device):
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
     for epoch in range(3):
-        order.manual_seed(epoch)  # another order in each epoch, the same in each run
+        order.manual_seed(epoch)  # a new order in each epoch, the same in every run
         for x, y in loader:
             x, y = x.to(device), y.to(device)
             loss = nn.functional.mse_loss(model(x), y)

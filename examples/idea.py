@@ -1,7 +1,6 @@
 """The idea of data-parallel training, as right as 40 lines can be.
 
-python idea.py                                     one process
-torchrun --standalone --nproc_per_node=2 idea.py   two, on two GPUs or on the CPU
+torchrun --standalone --nproc_per_node=2 idea.py   two GPUs, or two processes on the CPU
 """
 
 import os
@@ -13,25 +12,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-if "RANK" not in os.environ:  # started without torchrun: one process
+if "RANK" not in os.environ:  # python idea.py, without torchrun: one process
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # a GPU of its own
-    torch.cuda.set_device(device)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if 32 % world_size != 0:
+    raise SystemExit(f"{world_size} ranks cannot share a batch of 32 equally")
 dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
-rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 x = torch.randn(1001, 8)
 dataset = TensorDataset(x, x.sin())
-sampler = DistributedSampler(dataset, drop_last=True)  # each rank has other samples
+sampler = DistributedSampler(dataset, drop_last=True)  # each rank has its own share
 loader = DataLoader(dataset, 32 // world_size, sampler=sampler, drop_last=True)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)).to(device)
 wrapped = DistributedDataParallel(model)  # now all ranks have the weights of rank 0
 optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+torch.manual_seed(rank)  # from here on each rank draws different dropout
 for epoch in range(3):
-    sampler.set_epoch(epoch)  # another order in each epoch
+    sampler.set_epoch(epoch)  # shuffles differently in each epoch
     for x, y in loader:
         loss = nn.functional.mse_loss(wrapped(x.to(device)), y.to(device))
         optimizer.zero_grad()
@@ -39,9 +40,8 @@ for epoch in range(3):
         optimizer.step()  # so all ranks take the same step
     mean_loss = loss.detach() / world_size  # of the last batch
     dist.all_reduce(mean_loss)  # the sum over all ranks
-    if rank == 0:  # one rank of all machines
+    if rank == 0:  # only one rank prints and saves
         print(f"epoch {epoch}: loss {mean_loss.item():.4f}")
-if rank == 0:
-    torch.save(model.state_dict(), "idea.pt")
+        torch.save(model.state_dict(), "idea.pt")
 del wrapped  # a DDP object that outlives the group may hang at the exit
 dist.destroy_process_group()

@@ -25,7 +25,9 @@ def main(device):
     train_set = TensorDataset(x[:1001], x[:1001].sin())
     val_set = TensorDataset(x[1001:], x[1001:].sin())
     sampler = ddp.ResumableSampler(train_set, seed=0)
-    batch_size = 32 // world_size  # of a rank
+    if 32 % world_size != 0:
+        raise SystemExit(f"{world_size} ranks cannot share a batch of 32 equally")
+    batch_size = 32 // world_size  # per rank
     loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
     val_samples = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, 64, sampler=val_samples)
@@ -35,9 +37,12 @@ def main(device):
         wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    step = 0
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for x, y in loader:
+            ddp.seed_all("step", 0, step, rank)  # dropout differs between ranks
+            step += 1
             x, y = x.to(device), y.to(device)
             loss = nn.functional.mse_loss(wrapped(x), y)
             optimizer.zero_grad()

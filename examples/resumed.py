@@ -1,4 +1,4 @@
-"""ported.py, which goes on after a stop or a kill. And noise on the samples.
+"""ported.py that resumes after a stop or a kill, and adds noise to each sample.
 
 torchrun --standalone --nproc_per_node=2 resumed.py
 """
@@ -16,7 +16,7 @@ import ddp_train as ddp
 
 
 class SamplerWithEpoch(ddp.ResumableSampler):
-    """Its indices are pairs (epoch, i). So loading processes know the epoch."""
+    """Its indices are pairs (epoch, i), so that workers know the epoch."""
 
     def __iter__(self):
         epoch = self.epoch
@@ -24,9 +24,9 @@ class SamplerWithEpoch(ddp.ResumableSampler):
 
 
 class Noisy(Dataset):
-    """The noise depends on the epoch and the sample, and on nothing else.
+    """The noise depends only on the epoch and the sample.
 
-    So it is the same with other ranks and loading processes, and after a resume.
+    It is the same for any number of ranks and workers, and after a resume.
     """
 
     def __init__(self, dataset):
@@ -56,7 +56,9 @@ def main(device):
     train_set = Noisy(TensorDataset(x[:1001], x[:1001].sin()))
     val_set = TensorDataset(x[1001:], x[1001:].sin())
     sampler = SamplerWithEpoch(train_set, seed=0)
-    batch_size = 32 // world_size  # of a rank
+    if 32 % world_size != 0:
+        raise SystemExit(f"{world_size} ranks cannot share a batch of 32 equally")
+    batch_size = 32 // world_size  # per rank
     options = ddp.loading_options(device, workers=0)
     options |= {"sampler": sampler, "drop_last": True}
     loader = DataLoader(train_set, batch_size, **options)
@@ -72,7 +74,7 @@ def main(device):
     path = Path("out/checkpoint.pt")
     ddp.lock(path.parent)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    step, epoch, done = 0, 0, 0  # done: samples of this epoch, of all ranks together
+    step, epoch, done = 0, 0, 0  # done: samples of this epoch, over all ranks
     saved = ddp.load_checkpoint(path)
     if saved is not None:
         step, epoch, done = saved["step"], saved["epoch"], saved["done"]
@@ -87,13 +89,13 @@ def main(device):
     while epoch < 3:
         sampler.set_epoch(epoch, done)
         for x, y in loader:
-            ddp.seed_all("step", 0, step, rank)  # each rank draws its own dropout
+            ddp.seed_all("step", 0, step, rank)  # dropout differs between ranks
+            step += 1
             x, y = x.to(device), y.to(device)
             loss = nn.functional.mse_loss(wrapped(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step += 1
             done += batch_size * world_size
             stopped = stop.requested()
             if stopped or step % 20 == 0:
@@ -104,7 +106,7 @@ def main(device):
         means = ddp.evaluate(model, score, val_loader, device)
         ddp.say(f"epoch {epoch}: val_loss {means['val_loss']:.6f}")
         epoch, done = epoch + 1, 0
-        save()  # last: after all that changes at the end of an epoch
+        save()  # last, after everything that changes at the end of an epoch
     if rank == 0:
         torch.save(model.state_dict(), "model.pt")
 

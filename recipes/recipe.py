@@ -1,11 +1,11 @@
-"""Write ddp_train.py with a recipe, or with several that go together.
+"""Write a copy of ddp_train.py with a recipe, or with several that go together.
 
     python recipes/recipe.py                              lists the recipes
     python recipes/recipe.py fsdp2 my_train.py            writes my_train.py
     python recipes/recipe.py fp16 keep_last my_train.py   writes it with both
     python recipes/recipe.py --refresh                    after ddp_train.py was changed
 
---refresh makes all diffs anew, by git in a clone. One that conflicts stays as it is.
+--refresh updates all diffs. It needs a git clone. A diff that conflicts stays as it is.
 """
 
 import os
@@ -20,12 +20,12 @@ RECIPES = {path.stem: path for path in sorted(HERE.glob("*.diff"))}
 
 
 def apply(diff, text):
-    """The text, changed by a diff. It must have the lines of the diff."""
+    """The text, changed by a diff. It must contain the old lines of the diff."""
     for hunk in re.split("^@@ .*\n", diff, flags=re.M)[1:]:
         old = "".join(line[1:] for line in hunk.splitlines(True) if line[0] != "+")
         new = "".join(line[1:] for line in hunk.splitlines(True) if line[0] != "-")
         if text.count(old) != 1:
-            sys.exit(f"it does not fit: these lines are not there as they were:\n{old}")
+            sys.exit(f"it does not fit: these lines must be there once:\n{old}")
         text = text.replace(old, new)
     return text
 
@@ -35,9 +35,9 @@ def git(*words):
 
 
 def refresh(path):
-    """Make a diff anew: git merges it with what has changed. False: a conflict."""
+    """Update a diff: git merges it with what has changed. False: a conflict."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["GIT_INDEX_FILE"] = f"{folder}/index"  # not that of the clone
+        os.environ["GIT_INDEX_FILE"] = f"{folder}/index"  # not the clone's
         git("add", "ddp_train.py")
         before = git("write-tree").stdout.strip()
         merge = git("apply", "--3way", "--cached", path)
@@ -54,15 +54,15 @@ def main(*words):
     elif words == ("--refresh",):
         failed = [name for name, path in RECIPES.items() if not refresh(path)]
         if failed:
-            sys.exit(f"not made anew: {failed}")
+            sys.exit(f"not updated, they conflict: {failed}")
     elif len(words) == 1 or set(words[:-1]) - set(RECIPES):
-        sys.exit(f"give one of {', '.join(RECIPES)}, and a new file")
+        sys.exit(f"name recipes of {', '.join(RECIPES)}, and a new file")
     else:
         text = (HERE.parent / "ddp_train.py").read_text()
         for name in words[:-1]:
             text = apply(RECIPES[name].read_text(), text)
         if os.path.exists(words[-1]):
-            sys.exit(f"{words[-1]} exists already")
+            sys.exit(f"{words[-1]} already exists")
         Path(words[-1]).write_text(text)
 
 

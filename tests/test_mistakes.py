@@ -56,9 +56,9 @@ MISTAKES = [
     ),
     (
         "the same augmentation on all ranks",
-        'seed_all("load", args.seed, epoch, done, rank)',
-        'seed_all("load", args.seed, epoch, done)',
-        "loading_processes_of_each_rank",
+        'seed_all("load", args.seed, step, rank)',
+        'seed_all("load", args.seed, step)',
+        "workers_of_each_rank",
     ),
     (
         "no zero_grad: gradients pile up",
@@ -74,8 +74,8 @@ MISTAKES = [
     ),
     (
         "all ranks save into one file",
-        "    if dist.get_rank() == 0:  # DDP: else all would write",
-        "    if True:  #",
+        "    if dist.get_rank() > 0:  # DDP: only rank 0 saves",
+        "    if False:  #",
         "only_rank_0_writes",
     ),
     (
@@ -92,7 +92,7 @@ MISTAKES = [
     ),
     (
         "each rank evaluates its own running means of batch norm",
-        "            dist.broadcast(buffer, src=0)",
+        "            dist.broadcast(copy, src=0)",
         "            pass",
         "evaluation_is_the_same",
     ),
@@ -111,14 +111,14 @@ MISTAKES = [
     ),
     (
         "ranks with other options",
-        "    check_alike(settings)  #",
-        "    #",
+        "    check_alike(settings)\n",
+        "",
         "ranks_that_differ_end",
     ),
     (
         "the optimizer begins anew after a resume",
-        '    optimizer.load_state_dict(saved["optimizer"])\n',
-        "",
+        'optimizer.load_state_dict(saved["optimizer"])',
+        "pass",
         "resumed_run_has_the_same_bits",
     ),
     (
@@ -135,8 +135,8 @@ MISTAKES = [
     ),
     (
         "code in a checkpoint runs",
-        'torch.load(path, "cpu", weights_only=True, mmap=True)',
-        'torch.load(path, "cpu", weights_only=False, mmap=True)',
+        'torch.load(path, "cpu", weights_only=True)',
+        'torch.load(path, "cpu", weights_only=False)',
         "code_in_a_file",
     ),
     (
@@ -152,10 +152,64 @@ MISTAKES = [
         "signal_to_all_processes",
     ),
     (
+        "a model that sees the bytes it must predict",
+        "q, k, v, is_causal=True",
+        "q, k, v",
+        "does_not_see_the_bytes",
+    ),
+    (
+        "one learning rate for all groups of the optimizer",
+        'group["lr"] = group["initial_lr"] * factor',
+        'group["lr"] = args.lr * factor',
+        EXACT,
+    ),
+    (
+        "only the first group is clipped",
+        "clip_grad_norm_(wrapped.parameters(), args.grad_clip)",
+        'clip_grad_norm_(optimizer.param_groups[0]["params"], args.grad_clip)',
+        EXACT,
+    ),
+    (
+        "--compile does nothing on two ranks",
+        "    if args.compile:",
+        "    if args.compile and world_size == 1:",
+        "compiled_ranks",
+    ),
+    (
+        "NaN in the weights is saved",
+        "if not ((everyone - everyone[0]).abs() <= 1e-6 * everyone[0]).all():",
+        "if ((everyone - everyone[0]).abs() > 1e-6 * everyone[0]).any():",
+        "ranks_that_differ_end",
+    ),
+    (
+        "the speed of one rank is logged",
+        'means["samples_per_s"] = step_samples / seconds',
+        'means["samples_per_s"] = step_samples / world_size / seconds',
+        "speed_in_the_log",
+    ),
+    (
+        "the ranks ask for a stop only when a log line is due",
+        "stopped_by = stop.requested()",
+        "stopped_by = step % args.log_every == 0 and stop.requested()",
+        "takes_effect_after_the_step",
+    ),
+    (
+        "half of a model is loaded",
+        'model.load_state_dict(saved["model"])',
+        'model.load_state_dict(saved["model"], strict=False)',
+        "changed_code",
+    ),
+    (
+        "the checksum of the data reads 64 KiB",
+        "file.read(64 * 2**20)",
+        "file.read(64 * 2**10)",
+        "text_of_the_data",
+    ),
+    (
         "RANK picks the GPU",
-        'local_rank = int(os.environ.get("LOCAL_RANK", 0))',
-        'local_rank = int(os.environ.get("RANK", 0))',
-        "local_rank_picks",
+        'index = int(os.environ.get("LOCAL_RANK", 0))',
+        'index = int(os.environ.get("RANK", 0))',
+        "takes_the_gpu_of_its_local_rank",
     ),
 ]
 

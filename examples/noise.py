@@ -1,0 +1,63 @@
+"""ported.py, with noise that is drawn in each step: the same for any number of ranks.
+
+torchrun --standalone --nproc_per_node=2 noise.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddp_train as ddp
+
+
+def score(model, batch):
+    x, y = batch
+    loss = nn.functional.mse_loss(model(x), y)
+    return {"val_loss": loss * len(x), "count": len(x)}
+
+
+def main(device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(1300, 8)
+    train_set = TensorDataset(x[:1001], x[:1001].sin())
+    val_set = TensorDataset(x[1001:], x[1001:].sin())
+    sampler = ddp.ResumableSampler(train_set, seed=0)
+    if 32 % world_size != 0:
+        raise SystemExit(f"{world_size} ranks cannot share a batch of 32 equally")
+    batch_size = 32 // world_size  # per rank
+    loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
+    val_samples = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, 64, sampler=val_samples)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)).to(device)
+    wrapped = model
+    if world_size > 1:
+        wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    step = 0
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            ddp.seed_all("noise", 0, step)  # the same on all ranks
+            noise = torch.randn(32, 8)  # for the global batch
+            noise = noise[rank::world_size]  # the rows of this rank's samples
+            ddp.seed_all("step", 0, step, rank)  # dropout differs between ranks
+            step += 1
+            x, y = (x + 0.1 * noise).to(device), y.to(device)
+            loss = nn.functional.mse_loss(wrapped(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        means = ddp.evaluate(model, score, val_loader, device)
+        ddp.say(f"epoch {epoch}: val_loss {means['val_loss']:.6f}")
+    if rank == 0:
+        torch.save(model.state_dict(), "model.pt")
+
+
+if __name__ == "__main__":
+    with ddp.distributed() as device:
+        main(device)
