@@ -229,12 +229,10 @@ def train(args, device):
     # done: samples of this epoch trained on so far, by all ranks together
     step, epoch, done = resume(path, model, optimizer, settings)
     steps_per_epoch = n // step_samples
-    whole_run = args.epochs * steps_per_epoch  # in steps
+    whole_run = args.max_steps or args.epochs * steps_per_epoch  # in steps
     steps_left = (n - done) // step_samples  # of this epoch
-    last_step = step + steps_left + (args.epochs - epoch - 1) * steps_per_epoch
-    if args.max_steps is not None:
-        whole_run = args.max_steps
-        last_step = args.max_steps
+    epochs_left = args.epochs - epoch - 1  # after this one
+    last_step = args.max_steps or step + steps_left + epochs_left * steps_per_epoch
 
     wrapped = model  # train this one
     if world_size > 1:
@@ -314,15 +312,10 @@ def train(args, device):
                 results = []
             if saving:
                 # Save after everything that a step changes, such as a scheduler.
-                save_checkpoint(
-                    path,
-                    step,
-                    epoch=epoch,
-                    done=done,
-                    settings=settings,
-                    model=model.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                )
+                state = {"epoch": epoch, "done": done, "settings": settings}
+                state["model"] = model.state_dict()
+                state["optimizer"] = optimizer.state_dict()
+                save_checkpoint(path, step, **state)
             if stopped_by:
                 say(f"stopped by signal {stopped_by}, saved at step {step}")
                 return stopped_by
@@ -353,8 +346,7 @@ def resume(path, model, optimizer, settings):
         # this launch.
         options = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(saved["optimizer"])
-        state = optimizer.state_dict()
-        optimizer.load_state_dict({**state, "param_groups": options})
+        optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": options})
         return saved["step"], saved["epoch"], saved["done"]
     except Exception as error:  # torch raises all kinds
         sys.exit(f"{path} is not of this program: {error!r:.200}: use another --out")
@@ -410,8 +402,7 @@ def distributed(device="auto", timeout=600):
     device = init_distributed(device, timeout)
     try:
         # No time limit at the end: rank 0 may still be busy with an export.
-        year = datetime.timedelta(days=365)
-        everyone = dist.new_group(backend="gloo", timeout=year)
+        everyone = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
         yield device
         # DDP: leave together. A rank that exits early may make the others fail.
         dist.barrier(everyone)
@@ -445,9 +436,8 @@ def init_distributed(device="auto", timeout=600):
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
             write(1, f"rank 0 waits for all ranks at {place}")
-        limit = datetime.timedelta(seconds=timeout)
         # DDP: join the other ranks.
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
@@ -850,11 +840,7 @@ def ignore_signals(worker):
 
 
 def lock(folder):
-    """Create the folder, and keep other runs out of it until this process ends.
-
-    All ranks call it, and rank 0 locks. (A process that opens and closes its own .lock,
-    to copy the folder, loses the lock.)
-    """
+    """Create the folder, and lock it until this process ends. All ranks call it."""
     problem = None
     if dist.get_rank() == 0:
         try:

@@ -141,8 +141,8 @@ MISTAKES = [
     ),
     (
         "the names of the weights begin with module.",
-        "model=model.state_dict(),",
-        "model=wrapped.state_dict(),",
+        'state["model"] = model.state_dict()',
+        'state["model"] = wrapped.state_dict()',
         "resumed_on_other_numbers",
     ),
     (
