@@ -994,11 +994,15 @@ def test_nodes_without_a_shared_disk_go_on_from_one_newest_file(tiny, tmp_path):
 
 @processes
 def test_signal_to_all_processes_and_another_in_the_save(tiny, data, out):
-    """As from Slurm. Loading processes get it, too. The run saves and leaves none."""
+    """As from Slurm. Workers get it first, and work on. The run saves, none is left."""
     data.write_bytes(DATA * 4000)  # no epoch ends: the first save is that of the stop
     options = [*tiny, "--workers", 1, "--save_every", 10**6]
     ranks = start_training(2, *options, fault="os.replace 1 SIGINT 0")
     ranks[0].wait_for("step 3 ")
+    for worker in ranks[0].left:
+        os.kill(worker, signal.SIGTERM)
+    step = int(re.findall(r"\nstep (\d+) ", ranks[0].text)[-1])
+    ranks[0].wait_for(f"step {step + 9} ")  # without the worker: two or three more
     for rank in ranks:
         os.killpg(rank.pid, signal.SIGTERM)
     for rank in ranks:
