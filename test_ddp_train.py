@@ -1395,6 +1395,8 @@ with ddp_train.distributed("cpu"):
         time.sleep(0.01)
     ddp_train.save_checkpoint(path, step, size=size)
 """
+STATIC = "--master_addr=127.0.0.1 --master_port={port}"
+C10D = "--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --local_addr=127.0.0.1"
 
 
 @pytest.fixture
@@ -1405,13 +1407,14 @@ def script(tmp_path):
 
 
 @processes
-def test_two_nodes_stop_together(script):
-    """By torchrun, and by the old launcher on the second node. Both get SIGTERM."""
+@pytest.mark.parametrize("module, where", [("launch", STATIC), ("run", C10D)])
+def test_two_nodes_stop_together(script, module, where):
+    """By torchrun, on the second node also by the old launcher. Both get SIGTERM."""
     nodes = []
-    where = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    for node, module in enumerate(("run", "launch")):
-        command = [sys.executable, "-m", f"torch.distributed.{module}", *where]
-        command += ["--nproc_per_node=1", f"--node_rank={node}"]
+    where = where.format(port=free_port()).split()
+    for node, name in enumerate(("run", module)):
+        command = [sys.executable, "-m", f"torch.distributed.{name}", *where]
+        command += ["--nnodes=2", "--nproc_per_node=1", f"--node_rank={node}"]
         nodes.append(launch(*command, script, "run"))
     nodes[0].wait_for("step 3\n")
     for node in nodes:

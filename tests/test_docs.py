@@ -225,7 +225,7 @@ def test_resumed_script_is_exact_on_fewer_ranks_and_with_workers(tmp_path):
     run_example(2, "resumed.py", parts, fault="StopSignal.requested 45 SIGTERM 0")
     run_example(1, "resumed.py", parts)
     assert_close(saved(parts), saved(one))
-    run_example(1, "resumed.py", workers, {"workers=0": "workers=1"})
+    run_example(1, "resumed.py", workers, {"workers=0": "workers=2"})
     assert flatten(saved(workers)) == flatten(saved(one))
 
 
