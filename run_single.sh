@@ -5,6 +5,7 @@
 #   NPROC         number of processes. On the CPU: NPROC=2 ./run_single.sh --device cpu
 #   MAX_RESTARTS  number of times to restart failed ranks (0)
 #   SCRIPT        script to run instead of ddp_train.py: SCRIPT=mine.py ./run_single.sh
+[ -n "$BASH_VERSION" ] || exec bash "$0" "$@"  # called as `sh run_single.sh`
 set -e
 here=$(dirname "$0")
 PYTHON=${PYTHON:-$(command -v "$here/.venv/bin/python" || echo python3)}

@@ -1,13 +1,13 @@
-"""Speed of ddp_train.py against the bare loop: prints a table. It is `make bench`.
+"""`make bench`: print a table of the speed of ddp_train.py against a bare loop.
 
-make bench                          some minutes; with a GPU ten more
-make bench ARGS=--only-gpu          the rows for which a GPU is needed
+make bench                          a few minutes; with a GPU ten more
+make bench ARGS=--only-gpu          only the rows that need a GPU
 make bench ARGS="--program OTHER/ddp_train.py"
-    whole processes beside those of another version
+    compare whole processes with those of a different version
 
-Two loops of loops.py take turns in one process, so that both see the same machine. Each
-pair of them gives a ratio: the table has the median, and the range. Compare only these
-ratios: the other numbers depend on what else the machine does.
+Two loops from loops.py take turns in one process, so that both see the same machine.
+Each pair gives a ratio; the table has the median and the range. Compare only these
+ratios: the other numbers depend on what else the machine is doing.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import ddp_train
 SCRIPT = Path(ddp_train.__file__)
 CORES = torch.get_num_threads()
 SMALL = "--device cpu --batch_size 16".split()
-FIRST = 6  # the steps before set things up, and do not count
+FIRST = 6  # the steps before this one set things up, and do not count
 GPT2 = "--layers 12 --heads 12 --dim 768 --seq_len 1024 --batch_size 32".split()
 # Dense bf16 of the SXM boards, from NVIDIA's data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -41,7 +41,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 # ---- A process that measures: `bench.py worker RESULT PAIRS LOOPS options` -----------
 def worker(result, pairs, names, *options):
-    """Run the loops in turn. Rank 0 writes what it has measured."""
+    """Run the loops in turn. Rank 0 writes its measurements."""
     args = ddp_train.parse_args(options)
     ddp_train.say = lambda line: None
     names = names.split(",")
@@ -69,7 +69,7 @@ def worker(result, pairs, names, *options):
                 getattr(loops, name)(args, device)
                 seconds = stamps[-1] - stamps[FIRST]
                 found[name].append(seconds / (len(stamps) - 1 - FIRST))
-                # The next loop begins without what this one has left.
+                # The next loop must not start with what this one has left behind.
                 gc.collect()
                 torch.compiler.reset()
                 if torch.cuda.is_available():
@@ -95,8 +95,8 @@ def run(processes, command):
     if processes > 1:
         launcher = "-m torch.distributed.run --standalone --nproc_per_node"
         words[1:1] = [*launcher.split(), str(processes)]
-    # Otherwise glibc may give memory back in each step and fault it in again: by chance
-    # that is 0 or 2,000 page faults a step, and 5 % of the time, in either loop.
+    # Otherwise glibc may return memory in each step and fault it in again. By chance
+    # that is 0 or 2,000 page faults per step, and 5 % of the time, in either loop.
     settings = {"MALLOC_MMAP_THRESHOLD_": "33554432"}
     settings |= {"MALLOC_TRIM_THRESHOLD_": "1073741824"}
     settings |= {"OMP_NUM_THREADS": f"{max(1, CORES // processes)}", **os.environ}
@@ -139,7 +139,7 @@ def other_rows(folder, data):
     options = [*SMALL, "--data", data, "--max_steps", 20]
     for name in ("ours", "bare"):
         command = [__file__, "worker", folder / "memory", 1, name, *options]
-        row(f"MiB of a process, at most: {name}", f"{run(1, command)[1]:.0f}")
+        row(f"peak MiB of a process: {name}", f"{run(1, command)[1]:.0f}")
 
     code = f"import sys; sys.path[0] = '{SCRIPT.parent}'; import ddp_train; "
     imports = ["-c", code + "print('step 0 loss')"]
@@ -157,12 +157,12 @@ def other_rows(folder, data):
     few.write_bytes(data.read_bytes()[:20_000])
     options = [*big.split(), "--max_steps", 8, "--save_every", 3, "--data", few]
     saves = measure(folder, 1, 1, "ours", *options)["saves"]
-    what = "seconds of a save of 100 million parameters, waited for"
+    what = "seconds that a save of 100 million parameters takes"
     row(what, f"{statistics.median(saves):.1f}")
 
 
 def program_rows(folder, data, other, pairs):
-    """Whole processes of two programs, in turn: the same data, shape and options."""
+    """Run two programs in turn, with the same data, shape and options."""
     options = [*SMALL, "--data", data, "--max_steps", 60, "--log_every", 10, "--out"]
     for processes in (1, 2):
         speeds, starts, sizes = {}, {}, {}
@@ -179,17 +179,17 @@ def program_rows(folder, data, other, pairs):
         what = f"{processes} process(es), this program over the other: "
         row(what + "steps per second", ratio(speeds[SCRIPT], speeds[other]))
         row(what + "seconds to step 10", ratio(starts[SCRIPT], starts[other]))
-        row(what + "most memory", ratio(sizes[SCRIPT], sizes[other]))
+        row(what + "peak memory", ratio(sizes[SCRIPT], sizes[other]))
 
 
 def gpu_rows(folder, pairs=3):
-    """GPT-2-small shape, one process. At most ten minutes."""
+    """The shape of GPT-2 small, one process. At most ten minutes."""
     name = torch.cuda.get_device_name()
     data = folder / "text"
     data.write_bytes(SCRIPT.read_bytes() * 200)  # 200 batches
     args = ddp_train.parse_args(GPT2)
     parameters = sum(p.numel() for p in ddp_train.build_model(args).parameters())
-    # As in PaLM, appendix B: 6 per parameter and token, and those of attention.
+    # As in PaLM, appendix B: 6 per parameter and token, plus those of attention.
     flops = 6 * parameters + 12 * args.layers * args.dim * args.seq_len
     flops *= args.seq_len * args.batch_size
     peak = next((PEAKS[board] for board in PEAKS if board in name), None)
@@ -200,7 +200,7 @@ def gpu_rows(folder, pairs=3):
         speed = flops / statistics.median(found["ours"])
         use = f"{speed / 1e12:.0f} TFLOP/s, {found['gpu'] / 1e9:.1f} GB"
         if peak is not None:
-            use += f", utilisation {speed / peak:.0%}"
+            use += f", utilization {speed / peak:.0%}"
         what = f"GPT-2-small shape, {more}, {name}: "
         row(
             what + "throughput over the bare loop's",

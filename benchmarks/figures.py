@@ -1,9 +1,9 @@
-"""Two pictures of real runs, for docs/. It is `make figures`: some two minutes.
+"""`make figures`: draw two pictures of real runs into docs/, in about two minutes.
 
-same_curve.svg  the losses of 1, 2 and 4 ranks, stopped and killed, over a plain loop
-one_step.svg    one step on two ranks, as torch's profiler has seen it
+same_curve.svg  the losses on 1, 2 and 4 ranks, stopped and killed, over a plain loop
+one_step.svg    one step on two ranks, as torch's profiler saw it
 
-It prints the text alternative of each, with the numbers of this run: the README has it.
+It also prints a text alternative for each, with the numbers of this run.
 """
 
 import itertools
@@ -33,15 +33,15 @@ STOP_IN, KILL_IN = 30, 115  # steps of 144: three epochs of 48
 TRACE_OPTIONS = "--device cpu --layers 6 --heads 8 --dim 512 --seq_len 64"
 TRACE_OPTIONS += " --batch_size 2 --max_steps 99"
 NOT_TRACED, TRACED = 3, 7  # the first steps set things up
-# Colours of Okabe and Ito: colour-blind people can tell them apart.
+# The colors of Okabe and Ito: color-blind people can tell them apart.
 BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
-COLOURS = {"forward": "#56B4E9", "backward": BLUE, "clip": GREEN}
-COLOURS |= {"Optimizer.step": GREEN, "stop?": "#CC79A7", "gloo:all_reduce": "#E69F00"}
+COLORS = {"forward": "#56B4E9", "backward": BLUE, "clip": GREEN}
+COLORS |= {"Optimizer.step": GREEN, "stop?": "#CC79A7", "gloo:all_reduce": "#E69F00"}
 
 
 # ---- What a rank runs: `figures.py rank ...` or `figures.py trace ...` ---------------
 def rank(number, step, *options):
-    """ddp_train.py, but in this step all ranks get this signal."""
+    """ddp_train.py, but in this step all ranks receive this signal."""
     train_step = ddp_train.train_step
     calls = itertools.count(1)
 
@@ -55,7 +55,7 @@ def rank(number, step, *options):
 
 
 def trace(folder, *options):
-    """ddp_train.py with small buckets and the profiler. It ends after those steps."""
+    """ddp_train.py with small buckets and the profiler. It exits after these steps."""
 
     def give_name(where, function, name):
         original = getattr(where, function)
@@ -96,7 +96,7 @@ def trace(folder, *options):
 
 # ---- The runs ------------------------------------------------------------------------
 def start(ranks, words, says):
-    """Run torchrun to its end. It must have said this text."""
+    """Run torchrun until it exits. Its output must contain this text."""
     print(f"{ranks} ranks, until {says!r}", flush=True)
     launcher = "-m torch.distributed.run --standalone --nproc_per_node"
     command = [sys.executable, *launcher.split(), ranks, __file__, *words]
@@ -108,9 +108,9 @@ def start(ranks, words, says):
 
 
 def run(data, *starts):
-    """Each start is (ranks, signal, in which step, what the program then says).
+    """Each start is (ranks, signal, the step that gets it, what the program then says).
 
-    Returns {step: loss}, where the last loss of a step counts, and for each start
+    Returns {step: loss}, with the last loss of a repeated step, and for each start
     (ranks, first step, last step).
     """
     folder = Path(tempfile.mkdtemp(dir=data.parent))
@@ -127,9 +127,9 @@ def run(data, *starts):
 
 
 def plain_loop(data):
-    """{step: loss} of one process: nothing of ddp_train.py but its model and data.
+    """{step: loss} of one process, with only the model and the data of ddp_train.py.
 
-    The seeds and the learning rate are written out: those of a run are the same.
+    The seeds and the learning rate are written out here. A run has the same ones.
     """
     args = ddp_train.parse_args([*OPTIONS.split(), "--data", str(data)])
     train_set, _, _ = ddp_train.load_data(args)
@@ -160,17 +160,17 @@ def plain_loop(data):
 
 
 def traced_step(data):
-    """[(rank, name, begin, end, thread)] in ms, of the step of median length."""
+    """[(rank, name, begin, end, thread)] in ms, of the step with the median length."""
     folder = tempfile.mkdtemp(dir=data.parent)
     words = ["trace", folder, *TRACE_OPTIONS.split(), "--data", data, "--out", folder]
     start(2, words, "from step 0")
-    steps = [[] for _ in range(TRACED)]  # of each one: (rank, name, begin, end, thread)
+    steps = [[] for _ in range(TRACED)]  # for each: (rank, name, begin, end, thread)
     for rank in range(2):
         content = json.loads(Path(folder, f"rank{rank}.json").read_text())
         zero = content["baseTimeNanoseconds"] / 1e6
         spans = []
         for event in content["traceEvents"]:
-            if event.get("ph") == "X" and event["name"].startswith(tuple(COLOURS)):
+            if event.get("ph") == "X" and event["name"].startswith(tuple(COLORS)):
                 begin, length = event["ts"] / 1e3, event["dur"] / 1e3
                 name = event["name"].partition("#")[0]
                 spans.append((begin, begin + length, name, event["tid"]))
@@ -187,7 +187,7 @@ def traced_step(data):
 
 # ---- The pictures --------------------------------------------------------------------
 def new_picture(height, rows, title):
-    """A white panel with round corners: the page around it may be dark."""
+    """A white panel with round corners, since the page around it may be dark."""
     figure = plt.figure(figsize=(8.5, height))
     figure.patch.set_visible(False)
     panel = FancyBboxPatch((0, 0), 8.5, height, "round,pad=-0.02,rounding_size=0.12")
@@ -204,16 +204,16 @@ def save(figure, name, text):
     path = FOLDER / f"{name}.svg"
     nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(path, metadata={"Title": text, **nothing})
-    # A third smaller: no indentation, and one decimal of a point is enough.
+    # Make it a third smaller: no indentation, and one decimal of a point is enough.
     picture = re.sub(r"\n +", "\n", path.read_text())
     path.write_text(re.sub(r"(\d\d\.\d)\d+", r"\1", picture))
     print(f"{path.name}, {path.stat().st_size / 1024:.0f} KiB: {text}")
 
 
-def bar(axes, begin, end, y, height, colour, text="", ink="white"):
-    # A line around it in its own colour: else a very short bar could not be seen.
-    edge = "white" if text else colour
-    axes.barh(y, end - begin, height, begin, color=colour, edgecolor=edge, lw=0.6)
+def bar(axes, begin, end, y, height, color, text="", ink="white"):
+    # With an outline in its own color, even a very short bar is visible.
+    edge = "white" if text else color
+    axes.barh(y, end - begin, height, begin, color=color, edgecolor=edge, lw=0.6)
     middle = (begin + end) / 2
     axes.text(middle, y, text, color=ink, ha="center", va="center_baseline")
 
@@ -232,9 +232,9 @@ def same_curve(data):
     figure.subplots_adjust(0.1, 0.09, 0.97, 0.92, hspace=0.09)
     top.plot(plain.keys(), plain.values(), color="#CCCCCC", lw=10)
     worst, line = 0, 0
-    for number, (colour, (losses, parts)) in enumerate(runs.items()):
+    for number, (color, (losses, parts)) in enumerate(runs.items()):
         shown = list(plain)[2 * number :: 6]
-        top.plot(shown, [losses[step] for step in shown], "o", color=colour, ms=4.5)
+        top.plot(shown, [losses[step] for step in shown], "o", color=color, ms=4.5)
         apart = [abs(losses[step] - plain[step]) / plain[step] for step in plain]
         worst = max(worst, *apart)
         x, y = [], []
@@ -243,15 +243,15 @@ def same_curve(data):
                 continue
             x += [step + number * 0.3 - 0.3] * 2 + [math.nan]
             y += [0, height, math.nan]
-        bottom.plot(x, y, color=colour, lw=1.2, solid_capstyle="butt")
+        bottom.plot(x, y, color=color, lw=1.2, solid_capstyle="butt")
         before = last
         for ranks, first, end in parts:
-            if first <= before:  # it is no sequel: a line of its own
+            if first <= before:  # not a continuation: it gets its own line
                 line -= 1
             label = f"{ranks} rank{'s' * (ranks > 1)} × {32 // ranks}"
             if first > 1:
                 label = f"from step {first - 1}: {label}"
-            bar(middle, first - 1, end, line, 0.8, colour, label)
+            bar(middle, first - 1, end, line, 0.8, color, label)
             before = end
     for axes in (top, middle, bottom):
         axes.spines[["top", "right"]].set_visible(False)
@@ -266,8 +266,8 @@ def same_curve(data):
     middle.set(yticks=[], ylabel="ranks × samples")
     worst = f"{worst:.1e}".replace("e-0", "e-")
     bottom.axhline(1e-6, color="black", lw=1)
-    bottom.text(1, 0.9e-6, "the promise: 1e-6", va="top")
-    bottom.text(STOP_IN + 2, 4e-7, f"found: at most {worst} of the loss")
+    bottom.text(1, 0.9e-6, "tests allow 1e-6", va="top")
+    bottom.text(STOP_IN + 2, 4e-7, f"measured: at most {worst} of the loss")
     bottom.set(yticks=[0, 5e-7, 1e-6], yticklabels=["0", "5e-7", "1e-6"])
     bottom.set(ylabel="difference", xlabel="step", xlim=(-1, last + 1))
     [_, _, killed_at], [_, goes_on_with, _] = runs[RED][1]
@@ -278,7 +278,7 @@ def same_curve(data):
         f" by SIGTERM in step {STOP_IN} and resumed on 2 ranks; one on 2 ranks, killed"
         f" by kill -9 in step {KILL_IN} and started again, which repeats {repeated}"
         f" steps. They differ from the plain loop by at most {worst} of the loss; the"
-        " promise is 1e-6."
+        " tests allow 1e-6."
     )
     save(figure, "same_curve", text)
 
@@ -286,12 +286,12 @@ def same_curve(data):
 def one_step(data):
     spans = traced_step(data)
     zero = min(begin for _, _, begin, _, _ in spans)
-    title = "One step on two ranks: gradients travel while backward goes on"
+    title = "One step on two ranks: gradients travel while backward is running"
     figure, axes = new_picture(4.4, [1], title)
     figure.subplots_adjust(0.1, 0.12, 0.97, 0.81)
-    note = "Orange: the all-reduce of each bucket of gradients, in threads of gloo."
+    note = "Orange: the all-reduce of each bucket of gradients, in gloo's threads."
     note += " The rank that comes first waits.\n“stop?” is a small all-reduce, too:"
-    note += " has any rank got a signal to stop?"
+    note += " has any rank received a signal to stop?"
     figure.text(0.5, 0.84, note, ha="center", size=10)
     for rank in (1, 0):
         top = -2.7 * rank
@@ -304,7 +304,7 @@ def one_step(data):
                 phases[name] = begin, end
                 label = name if "ward" in name else ""
                 ink = "black" if name == "forward" else "white"
-                bar(axes, begin, end, top, 0.8, COLOURS[name], label, ink)
+                bar(axes, begin, end, top, 0.8, COLORS[name], label, ink)
                 continue
             if thread not in threads:
                 threads.append(thread)
@@ -312,11 +312,11 @@ def one_step(data):
             if begin < phases["backward"][1]:
                 sends.append((begin, end))
                 label = str(len(sends))
-                bar(axes, begin, end, y, 0.5, COLOURS[name], label, "black")
+                bar(axes, begin, end, y, 0.5, COLORS[name], label, "black")
             else:
-                bar(axes, begin, end, y, 0.5, COLOURS["stop?"])
+                bar(axes, begin, end, y, 0.5, COLORS["stop?"])
         axes.text(0, top, f"rank {rank}  ", ha="right", va="center", weight="bold")
-    # From here on the numbers are those of rank 0, the last one.
+    # From here the numbers are rank 0's, the last one in the loop.
     axes.text(phases["Optimizer.step"][1], 0.55, "optimizer", ha="right")
     axes.text(phases["stop?"][0], 0.55, " stop?", ha="left")
     axes.spines[["top", "left", "right"]].set_visible(False)
@@ -326,11 +326,11 @@ def one_step(data):
     begin, end = phases["backward"]
     inside = sum(send[1] < end for send in sends)
     text = (
-        f"Timeline of one step on two ranks, on a CPU; of {TRACED} steps the one of"
-        f" median length, {length:.0f} ms. Rank 0 runs forward until {begin:.0f} ms,"
+        f"Timeline of one step on two ranks, on a CPU: the step with the median length"
+        f" of {TRACED}, {length:.0f} ms. Rank 0 runs forward until {begin:.0f} ms,"
         f" backward until {end:.0f} ms, then the optimizer, then a small all-reduce"
-        " that asks whether any rank has got a signal to stop. During backward other"
-        f" threads run {len(sends)} all-reduces, one for each bucket of gradients: the"
+        " that asks whether any rank has received a signal to stop. During backward,"
+        f" other threads run {len(sends)} all-reduces, one per bucket of gradients: the"
         f" first begins at {sends[0][0]:.0f} ms, and {inside} end before backward does."
     )
     save(figure, "one_step", text)

@@ -1,7 +1,7 @@
-"""The loops that bench.py compares. Each trains a new model for args.max_steps.
+"""The loops that bench.py compares. Each trains a new model for args.max_steps steps.
 
-The bare loop is the shortest there is: the same model, the same order of samples, and
-batches that are loaded in the same way. So the GPU sees the same numbers.
+The bare loop is as short as possible. It has the same model and the same order of
+samples, and loads batches in the same way, so the GPU sees the same numbers.
 """
 
 import torch
@@ -18,6 +18,7 @@ def new_parts(args, device):
     dataset = ddp_train.load_data(args)[0]
     options = ddp_train.loading_options(device, args.workers)
     sampler = ddp_train.ResumableSampler(dataset, args.seed)
+    sampler.set_epoch(0)  # the data must last for all steps: there is no second epoch
     options |= {"batch_size": args.batch_size, "drop_last": True}
     return model, optimizer, DataLoader(dataset, sampler=sampler, **options)
 

@@ -1,9 +1,10 @@
-"""What a GPU alone can show: make test-gpu. It prints a table at the end.
+"""What only a GPU can show: `make test-gpu`. It prints a table at the end.
 
     TRY_ON_CPU=1 make test-gpu    tries the tests themselves, as far as a CPU can
 
-Without a GPU all are skipped. One GPU is enough for most: the program leaves DDP out
-with one rank, but the patch `nccl` puts it back; and by gloo two ranks share a GPU.
+Without a GPU all tests are skipped. One GPU is enough for most of them: with one rank
+the program does not use DDP, but the patch `nccl` adds it, and with gloo two ranks can
+share a GPU.
 """
 
 import atexit
@@ -34,14 +35,14 @@ no_gpu = pytest.mark.skipif(not GPUS and not ON_CPU, reason="there is no GPU")
 SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
 in_turn = pytest.mark.skipif(SIDE_BY_SIDE, reason="make test-gpu runs it")
 pytestmark = [pytest.mark.processes, no_gpu, in_turn]
-THIS = Path(__file__).resolve()  # as a script it is the program with patches
+THIS = Path(__file__).resolve()  # run as a script, it is the program with patches
 STEPS = 40
 ROWS = []
 
 
 # ---- Patches: `python tests/test_gpu.py nccl,sync options` ---------------------------
 def before_step(number, action):
-    """It is for rank 0, and for the first attempt of torchrun."""
+    """Call action() before this step, on rank 0, in torchrun's first attempt."""
     train_step = ddp_train.train_step
     steps = iter(range(1, 10**9))
 
@@ -56,7 +57,7 @@ def before_step(number, action):
 
 
 def nccl():
-    """One rank trains through DDP, and so by NCCL: torchrun has started it."""
+    """One rank, launched by torchrun, trains with DDP, and thus with NCCL."""
     train, train_step = ddp_train.train, ddp_train.train_step
     held = []
 
@@ -69,14 +70,14 @@ def nccl():
         try:
             return train(*args)
         finally:
-            held.clear()  # else it would hold the process group
+            held.clear()  # otherwise it would keep the process group alive
 
     ddp_train.train_step = step
     ddp_train.train = train_and_let_go
 
 
 def gloo():
-    """All ranks are on the first GPU. NCCL cannot do this."""
+    """All ranks share the first GPU, which NCCL cannot do."""
     join = dist.init_process_group
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group = lambda backend, **options: join("gloo", **options)
@@ -105,7 +106,7 @@ def batch_norm():
 
 
 def sync():
-    """In steps 3 to 18 torch raises where the CPU waits. (It does not see DDP wait.)"""
+    """In steps 3 to 18 torch raises an error where the CPU waits, except in DDP."""
     before_step(3, lambda: torch.cuda.set_sync_debug_mode("error"))
     before_step(19, lambda: torch.cuda.set_sync_debug_mode("default"))
 
@@ -134,7 +135,7 @@ PATCHES = {
 # ---- What the tests share ------------------------------------------------------------
 @pytest.fixture(scope="module", autouse=True)
 def table():
-    """The GPUs, and more time for a process. At the end: what the tests have seen."""
+    """Show the GPUs, and give processes more time. At the end, print the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", harness.VISIBLE)
         patch.setattr(harness, "DEADLINE", 300)
@@ -147,7 +148,7 @@ def table():
 
 @pytest.fixture
 def seen(request):
-    """seen("12 s"): a note for the table."""
+    """seen("12 s") adds a note to the table."""
     notes = []
     began = time.monotonic()
     yield notes.append
@@ -169,8 +170,8 @@ def start(size, patches, *options, restarts=0, **env):
     command = [sys.executable]
     if size > 0:
         command = torchrun(size, f"--max_restarts={restarts}")
-        # As in run_single.sh: a new attempt does not meet the store of the last one.
-        # NCCL's time-out ends a rank whose kernel does not end, here after 4 s.
+        # As in run_single.sh: a new attempt must not see the last one's store, and
+        # NCCL's timeout kills a rank whose kernel never ends, here after 4 s.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
         env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
@@ -178,7 +179,7 @@ def start(size, patches, *options, restarts=0, **env):
 
 
 def gpu_memory():
-    """MiB that all processes use on the GPUs."""
+    """MiB in use on the GPUs, by all processes."""
     if ON_CPU:
         return 0
     return sum(map(int, ask_gpus("memory.used").split()))
@@ -198,7 +199,7 @@ def needs_compiler(words):
 @pytest.mark.parametrize("size, patch", [(0, "plain"), (1, "plain"), (1, "nccl")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 --compile --accum 2"])
 def test_train(options, out, seen, precision, size, patch):
-    """The loss falls. What is saved is fp32, and goes on where there is no GPU."""
+    """The loss falls. The checkpoint is fp32, and the run resumes without a GPU."""
     needs_compiler(precision)
     options += ["--precision", *precision.split()]
     said = start(size, patch, *options, TORCH_LOGS="recompiles").end()
@@ -236,7 +237,7 @@ def test_nothing_waits_between_two_log_lines(options, precision):
 
 @pytest.mark.parametrize("size, patches", [(0, ""), (1, "nccl,"), (2, "gloo,")])
 def test_batch_norm_is_evaluated_as_it_is_saved(options, out, seen, size, patches):
-    """A finished run that is started again evaluates what was saved."""
+    """If a finished run is launched again, it evaluates what was saved."""
     start(size, f"{patches}batch_norm", *options).end()
     before = metrics(out, "val_loss")[STEPS]
     start(size, f"{patches}batch_norm", *options).end()
@@ -247,7 +248,7 @@ def test_batch_norm_is_evaluated_as_it_is_saved(options, out, seen, size, patche
 
 @pytest.mark.parametrize("patches", ["nccl", "nccl,deterministic"])
 def test_stop_and_resume(options, out, tmp_path, seen, patches):
-    """The weights of a run that nobody stopped, to rounding or to the bit."""
+    """The same weights as an uninterrupted run: up to rounding, or bit for bit."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     options += ["--dropout", 0.1, "--max_steps", 60]
     untouched = tmp_path / "untouched"
@@ -263,7 +264,7 @@ def test_stop_and_resume(options, out, tmp_path, seen, patches):
 
 @pytest.mark.parametrize("patch", ["gloo", pytest.param("plain", marks=needs_two)])
 def test_two_ranks_give_the_numbers_of_one(options, out, tmp_path, seen, patch):
-    """By gloo on one GPU, by NCCL on two. Half the batch on each, or all on one."""
+    """Half the batch on each of two ranks, with gloo on one GPU, with NCCL on two."""
     one = tmp_path / "one"
     start(0, "plain", *options, "--out", one).end()
     assert "ranks: 2" in start(2, patch, *options, "--batch_size", 4).end()
@@ -274,7 +275,7 @@ def test_two_ranks_give_the_numbers_of_one(options, out, tmp_path, seen, patch):
 
 
 # ---- Failures ------------------------------------------------------------------------
-def test_kill_9_frees_the_gpu_and_the_loading_processes(options, seen):
+def test_kill_9_frees_the_gpu_and_the_workers(options, seen):
     before = gpu_memory()
     run = start(0, "plain", *options, "--workers", 4, "--max_steps", 10**6)
     run.wait_for("step 20 ")
@@ -311,7 +312,7 @@ def test_killed_peer_and_restart(options, seen):
 
 @needs_gpu
 def test_kernel_that_does_not_end(options, seen):
-    """NCCL's watchdog ends the rank, and the next attempt goes on."""
+    """NCCL's watchdog kills the rank, and the next attempt continues the run."""
     options += ["--timeout", 5, "--save_every", 2]
     said = check_restart(start(1, "nccl,kernel_hangs", *options, restarts=1), seen)
     seen(re.search(".*(?:atchdog|imed out).*", said)[0][:100])
@@ -330,7 +331,7 @@ def check_restart(run, seen):
 @needs_gpu
 @pytest.mark.parametrize("patch", ["plain", "nccl"])
 def test_error_on_the_gpu(options, seen, patch):
-    """An index out of range: an error on the GPU ends the rank."""
+    """An index out of range: the error on the GPU makes the rank fail."""
     run = start(1, f"{patch},index", *options)
     said = run.end(1)
     assert re.search("device-side assert|out of (range|bounds)", said)

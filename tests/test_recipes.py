@@ -284,6 +284,9 @@ def test_fsdp2(use, larger, tmp_path, accum):
     shutil.copytree(c, d)
     train(2, *options, c)
     assert_same_run(b, c)
+    (c / "metrics.jsonl").unlink()
+    train(2, *options, c)  # a finished run evaluates what was saved
+    assert metrics(c, "val_loss") == {STEPS: metrics(b, "val_loss")[STEPS]}
     train(1, *options, d, "--accum", 2 * accum, code=143, fault=stop)
     use()
     train(2, *options, d)

@@ -55,6 +55,19 @@ def small_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+@pytest.fixture
+def echo(tmp_path):
+    """A Python that prints torchrun's command instead of running it, and fails."""
+    path = tmp_path / "echo"
+    path.write_text(f"""#!/bin/sh
+        [ "$1" = -m ] || exec {sys.executable} "$@"
+        echo "OMP_NUM_THREADS=$OMP_NUM_THREADS python $@"
+        exit 7
+    """)
+    path.chmod(0o755)
+    return {"PYTHON": str(path)}
+
+
 def children(pid):
     """All descendants of a process (Linux)."""
     found = []
@@ -90,6 +103,30 @@ def test_single_ignores_what_a_cluster_has_set(tmp_path):
     assert said[0].startswith("warning: nvidia-smi sees a GPU, but torch does not")
     pets = "PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1"
     assert sorted(said[1:]) == [f"a b {r} 2 localhost 0 4 3 1 {pets}" for r in "01"]
+
+
+SINGLE_COMMANDS = {  # {settings and options: (threads, processes, restarts)}
+    "": (2, 4, 0),
+    "--device cpu": (8, 1, 0),
+    "--device=cpu": (8, 1, 0),
+    "NPROC=2 NPROC_PER_NODE=3 MAX_RESTARTS=5": (4, 2, 5),
+    "NPROC_PER_NODE=3 OMP_NUM_THREADS=7": (7, 3, 0),
+    "NPROC=9": (1, 9, 0),
+}
+
+
+@pytest.mark.usefixtures("small_torch")
+@pytest.mark.parametrize("words", SINGLE_COMMANDS)
+def test_single_command_on_four_gpus_and_eight_threads(words, echo):
+    """By `sh`, too: on Debian that is dash, which cannot run the file itself."""
+    options = [word for word in words.split() if not word[0].isupper()]
+    env = dict(word.split("=") for word in words.split() if word[0].isupper())
+    said = launch("sh", SINGLE, *options, "a b", env=echo | env).end(code=7)
+    threads, processes, restarts = SINGLE_COMMANDS[words]
+    command = f"OMP_NUM_THREADS={threads} python -m torch.distributed.run --standalone"
+    command += f" --local-addr=localhost --nproc-per-node={processes}"
+    command += f" --max-restarts={restarts} {ROOT}/ddp_train.py"
+    assert said.split() == [*command.split(), *options, "a", "b"]
 
 
 def test_stopping_make_stops_the_run_and_leaves_no_process(tiny, tmp_path):
@@ -405,6 +442,18 @@ def test_slurm_rejects_two_tasks_per_node(slurm, monkeypatch):
     monkeypatch.setenv("TASKS", "4")
     text = launch("srun", MULTI).end(code=2)
     assert text.count("srun --ntasks-per-node=1\n") == 2
+
+
+@pytest.mark.usefixtures("small_torch")
+def test_slurm_gets_the_exit_code_and_each_job_has_its_own_port(
+    slurm, echo, monkeypatch
+):
+    """Otherwise a failed job counts as completed, and two jobs on one node collide."""
+    monkeypatch.setenv("DRY_RUN", "")
+    for job in (20123, 20124):
+        monkeypatch.setenv("SLURM_JOB_ID", str(job))
+        said = launch("sh", MULTI, env=echo).end(code=7)
+        assert said.count(f"--rdzv-endpoint=127.0.0.1:{10000 + job % 20000} ") == 2
 
 
 def test_slurm_saves_and_requeues_on_sigusr1(slurm, tiny, tmp_path, monkeypatch):
