@@ -69,7 +69,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or the exit may crash
+import torch.distributed.nn  # before there is a group, or exit may crash
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
@@ -148,13 +148,13 @@ def score(model, batch):
 
 # ---- DATA: replace it ----------------------------------------------------------------
 def load_data(args):
-    """Training set, validation set (the last 5 %), and a string that names the data.
+    """Training set, validation set (the last 5%), and a string that names the data.
 
     All ranks call it at the same time, so download the data before the run, not here.
     The run exits if the string differs between ranks or from the checkpoint's. Choose
     something that changes when the data does: a checksum, a version, a date.
     """
-    # By default train on a file that comes with Python: its help topics.
+    # By default, train on a file shipped with Python: its help topics.
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
     try:
         data = torch.from_numpy(numpy.fromfile(path, numpy.uint8))
@@ -460,7 +460,7 @@ def check_alike(settings):
     """Exit if {name: string} differs between ranks. All ranks call it."""
     rows = all_gather(settings)
     for rank, row in enumerate(rows):
-        for name in rows[0] | row:  # names from either one
+        for name in rows[0] | row:  # names in either
             if row.get(name) != rows[0].get(name):
                 here = f"{row.get(name)} on rank {rank}"
                 sys.exit(f"{name} is {here}, but {rows[0].get(name)} on rank 0")
@@ -497,7 +497,7 @@ class ResumableSampler(DistributedSampler):
 
 
 def to_device(batch, device):
-    """Move tensors, also in tuples, lists and dicts. A tuple becomes a list."""
+    """Move tensors, even in tuples, lists or dicts. A tuple becomes a list."""
     if hasattr(batch, "to"):  # a tensor, or another library's batch
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -526,7 +526,7 @@ def seed_all(*values):
 def loading_options(device, workers, timeout=600):
     """Options for a DataLoader. timeout: how long a batch may take, in seconds.
 
-    Workers are spawned, so the data set must be picklable, and workers do not see
+    Workers are spawned, so the dataset must be picklable, and workers do not see
     globals that main() has set.
     """
     options = {"pin_memory": device.type == "cuda", "num_workers": workers}
@@ -619,7 +619,7 @@ def evaluate(model, score_fn, loader, device):
 
 
 def write(descriptor, line):
-    """Write a line to stdout (1) or stderr (2), even if nobody reads it any more."""
+    """Write a line to stdout (1) or stderr (2), even if nobody is reading it."""
     # Ctrl-C in `... 2>&1 | tee log` kills tee first, and the run must still save.
     # print() would raise an error here, and again on exit.
     with contextlib.suppress(OSError):
@@ -801,7 +801,7 @@ def parse_args(argv=None):
 # ---- Failure and cleanup
 # Imports: multiprocessing, os, signal, sys, time, traceback, dist, get_error_handler
 def end_this_rank(error):
-    """Say why, and end the process. A normal exit could wait for the others forever."""
+    """Say why and end the process. A normal exit could wait for the others forever."""
     try:
         text = error.code if isinstance(error, SystemExit) else repr(error)
         write(2, f"error: rank {dist.get_rank()}: {text}")
@@ -814,7 +814,7 @@ def end_this_rank(error):
         kill_workers()
         get_error_handler().record_exception(error)  # for torchrun's summary
         # The others fail as soon as this rank is gone. torchrun blames the earliest
-        # failure, but its clock has whole seconds. Wait, so that the others fail later.
+        # failure, but counts in whole seconds. Wait, so that the others fail later.
         time.sleep(1.1)
     finally:
         os._exit(1)
@@ -823,8 +823,8 @@ def end_this_rank(error):
 def leave(handlers):
     """Leave the process group, and restore the signal handlers from before it."""
     kill_workers()
-    # Give gloo's threads time to finish. They need Python's lock. If a DDP object were
-    # freed now, it would hold the lock while it waits for them (pytorch issue 56297).
+    # Give gloo's threads time to finish. They need the GIL. If a DDP object were
+    # freed now, it would hold the GIL while it waits for them (pytorch issue 56297).
     time.sleep(0.1)
     dist.destroy_process_group()
     for number, handler in handlers:
@@ -832,7 +832,7 @@ def leave(handlers):
 
 
 def kill_workers():
-    """Kill all daemon processes. Workers ignore SIGTERM, so the exit would hang."""
+    """Kill all daemon processes. Workers ignore SIGTERM, so exit would hang."""
     # Torch's own handler would raise an error when a worker is killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():

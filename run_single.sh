@@ -23,13 +23,13 @@ NPROC=${NPROC:-${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}}
 case $NPROC in
   *[!0-9]* | 0*) echo "run_single.sh: NPROC=$NPROC must be 1 or more" >&2; exit 2 ;;
 esac
-# By default, torchrun gives each process one CPU thread. Divide the cores between them.
+# By default, torchrun gives each process one CPU thread. Divide the cores among them.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 # Without this, restarted ranks could find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # torchrun's default is 1: NCCL's timeout would wait for the GPU before ending the rank.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
-# PET_X sets torchrun's option --x. Drop those that the cluster has set. Forward SIGUSR1
+# PET_X sets torchrun's option --x. Drop any that the cluster set. Forward SIGUSR1
 # to the ranks, too, and give them time to save.
 unset "${!PET_@}"
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100

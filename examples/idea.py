@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or the exit may crash
+import torch.distributed.nn  # before there is a group, or exit may crash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

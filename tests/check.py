@@ -225,13 +225,15 @@ class Watcher:
 
     def before_step(self, optimizer, args, kwargs):
         self.depth += 1
-        if self.depth == 1 and not optimizer.check_started:
+        if self.depth == 1:
+            self.counts = can_change_weights(optimizer)
+        if self.depth == 1 and self.counts and not optimizer.check_started:
             optimizer.check_started = True
             self.write(optimizer, -1)
 
     def after_step(self, optimizer, args, kwargs):
         self.depth -= 1
-        if self.depth == 0:
+        if self.depth == 0 and self.counts:
             self.write(optimizer, self.step)
             self.forget()
             self.step += 1
@@ -264,6 +266,17 @@ class Watcher:
         }
         self.log.write(json.dumps(record) + "\n")
         self.log.flush()
+
+
+def can_change_weights(optimizer):
+    """False for the step by which torch.distributed.checkpoint prepares loading."""
+    for group in optimizer.param_groups:
+        gradients = [weight.grad for weight in group["params"]]
+        if float(group.get("lr", 1)) != 0:
+            return True
+        if any(mark(0, gradient) for gradient in gradients if gradient is not None):
+            return True
+    return False
 
 
 def wrap(owner, name, function):

@@ -1,6 +1,6 @@
 """Tests of check.py: it finds what is wrong, and says nothing about what is right.
 
-    make test-check                                      all: some twenty minutes
+    make test-check                                      all: half an hour or less
     make test-check ARGS="-k codebook -s"                one fault, with what is said
 
 Faults are put into examples/resumed.py, in place of the right lines. check.py must name

@@ -257,7 +257,7 @@ def inline(beginning):
 
 
 @processes
-def test_tokens_and_weighted_samples_are_those_of_one_rank():
+def test_tokens_weighted_samples_and_exact_dropout_are_those_of_one_rank():
     """Four sequences of different lengths. Nine samples, from the third on."""
 
     def rank():
@@ -278,9 +278,15 @@ def test_tokens_and_weighted_samples_are_those_of_one_rank():
             exec(re.sub("(?m)^  ", "", blocks(OWN, "python")[1]), names)
             sampler = names["WeightedSampler"](range(9), 0)
             sampler.set_epoch(1, 3)
-            return float(model.weight.grad), list(sampler)
 
-    (gradient, order), first, second = *in_ranks(1, rank), *in_ranks(2, rank)
+            names |= {"nn": nn, "rank": rank}
+            exec(re.sub("(?m)^  ", "", blocks(OWN, "python")[2]), names)
+            dropped = names["ExactDropout"](0.5)(torch.ones(4 // world_size, 9))
+            return float(model.weight.grad), list(sampler), dropped.tolist()
+
+    (gradient, order, rows), first, second = *in_ranks(1, rank), *in_ranks(2, rank)
+    assert [rows[0::2], rows[1::2]] == [first[2], second[2]]
+    assert {0.0, 2.0} == set(sum(rows, []))
     assert first[0] == second[0] == pytest.approx(gradient)
     assert [first[1], second[1]] == [order[0::2], order[1::2]]
     assert min(order) >= 3 and len(order) == 6
