@@ -730,9 +730,10 @@ def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, 
         ddp_train.build_optimizer = two_groups
         main(*options, out / os.environ["RANK"])
 
+    (out / "1").mkdir(parents=True)
     ranks = fork_ranks(2, rank)
     assert [bool(rank.end()) for rank in ranks] == [True, False]
-    assert os.listdir(out) == ["0"]
+    assert os.listdir(out / "1") == []
     assert set(os.listdir(out / "0")) == {"checkpoint.pt", "metrics.jsonl", ".lock"}
     for name in ("loss", "grad_norm"):
         values = list(getattr(plain, name).values())
@@ -913,6 +914,7 @@ def test_run_without_a_held_out_set_trains_to_its_end(tiny, out):
     for size, last in ((2, "done: step 2"), (1, "nothing left")):
         said = train(size, *tiny, "--max_steps", 2, patch=no_held_out_set)[0]
         assert said.splitlines()[-1].startswith(last)
+        assert not re.search(r"\nstep \d+\n", said)  # an evaluation without a number
     assert "val_loss" not in (out / "metrics.jsonl").read_text()
 
 
