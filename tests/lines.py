@@ -57,7 +57,7 @@ EXCEPTIONS = {
 }
 SURVIVED = "SURVIVED"
 SHARED = {"layouts", "plain", "untouched"}  # the first test that needs them makes them
-UNTRACED = "full_disk|cannot_be_written|worker|pieces_work"  # what they reach is unknown
+UNTRACED = "full_disk|cannot_be_written|worker|pieces_work"  # these reach unknown lines
 TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
 TRACER = """
 import contextlib, os, sys, threading
