@@ -83,6 +83,7 @@ OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node"
 OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
 OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
 OF_OTHER_TOOLS += " --compare --ranks --link --skip --cpu"  # tests/check.py
+OF_OTHER_TOOLS += " --values"  # tests/lines.py
 
 
 @each_page
