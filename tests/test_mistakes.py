@@ -195,8 +195,8 @@ MISTAKES = [
     ),
     (
         "a finished bf16 run is evaluated in fp32",
-        "run has finished\n        with autocast:\n",
-        "run has finished\n        if True:\n",
+        "to a stop or a kill\n        with autocast:\n",
+        "to a stop or a kill\n        if True:\n",
         "bf16_computes",
     ),
     (
