@@ -23,10 +23,12 @@ so it can be copied into any project.
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import decimal
 import functools
+import gc
 import json
 import math
 import multiprocessing
@@ -384,7 +386,17 @@ def watch(script):
     main_module.__file__ = script
     sys.modules["check"] = sys.modules["__main__"]
     sys.modules["__main__"] = main_module
+    atexit.register(forget_everything, main_module)
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
+
+
+def forget_everything(main_module):
+    """Runs at the exit. A global DDP object would keep the threads of gloo alive.
+
+    These may abort the exit: https://github.com/pytorch/pytorch/pull/179291
+    """
+    vars(main_module).clear()
+    gc.collect()
 
 
 # ---- --cpu: for a script that asks for CUDA and NCCL ---------------------------------

@@ -564,6 +564,29 @@ def test_example(name):
     assert_found(text, *[STARTS_OVER, STARTS_OVER] * (not saves))
 
 
+GLOBAL_DDP = """
+import os, types
+import check, test_check
+def threads():
+    paths = check.Path("/proc/self/task").glob("*/comm")
+    return [path.read_text() for path in paths if "gloo" in path.read_text()]
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+module = types.ModuleType("__main__")
+exec(test_check.HEAD + test_check.SCRIPTS["bf16"] + test_check.TAIL, vars(module))
+assert threads()
+check.forget_everything(module)
+assert not threads()
+"""
+
+
+@processes
+def test_a_global_ddp_object_does_not_abort_the_exit():
+    """Its group's threads do, now and then, on a busy machine."""
+    paths = f"{ROOT}:{ROOT}/tests"
+    launch(sys.executable, "-c", GLOBAL_DDP, env={"PYTHONPATH": paths}).end()
+
+
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
 TINY += " --max_steps 20 --log_every 1 --save_every 5 --dropout 0.1 --out {out}"
 RECIPES = ["", "compressed_gradients", "fp16", "fsdp2", "keep_last"]
