@@ -7,9 +7,9 @@
 {out} becomes a folder that a launch and its relaunch share. Every launch also runs in
 its own folder: pass data as absolute paths, or with --link.
 
-torchrun launches the script many times: on two ranks as it is; on 1, 2 and 4 ranks
+torchrun launches the script many times: on two ranks as is; on 1, 2 and 4 ranks
 without dropout; on two ranks that are stopped or killed, and launched again; with a
-rank that fails; and as two machines. In every rank, check.py watches what goes into the
+rank that fails; and as two machines. On every rank, check.py watches what goes into the
 DDP model, and what the optimizers do to the weights.
 
     ok      the check has passed
@@ -127,7 +127,7 @@ machines end: it trains, and ends [2]
     {why}
 machines: it trains as two ranks on one machine do [2]
     Is LOCAL_RANK taken for RANK, or a seed made from it?
-both save: both machines save {names} [3]
+both save: both machines save {names} [4]
     On a shared disk they overwrite each other. Save if dist.get_rank() == 0.
 """
 PAGES = {
@@ -669,7 +669,7 @@ class Check:
         """Returns whether there is something else to check."""
         run = Launch(self, "two-ranks")
         self.untouched = run
-        self.run("Two ranks, as it is", run)
+        self.run("Two ranks, as is", run)
         name = self.options.script.name
         one, two = run.steps
         last_words = run.why().splitlines()[-1].lower()
@@ -860,8 +860,8 @@ class Check:
             apart = "the same bits"
         values = {"apart": apart, "made": len(steps), "left": len(rest)}
         self.judge(where is None and len(steps) == len(rest), "rest", **values)
-        masks = [step["dropout"] for step in steps]
-        if masks != [step["dropout"] for step in rest][: len(masks)]:
+        pairs = zip(rest, steps, strict=False)
+        if any(a["dropout"] != b["dropout"] for a, b in pairs):
             self.line("note", "masks")
 
     def check_machines(self, run):

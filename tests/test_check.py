@@ -123,12 +123,29 @@ NOISE = """\
                 generator = torch.Generator().manual_seed(seed)
                 x[i] += 0.1 * torch.randn(8, generator=generator)
 """
+CHOSEN = """\
+            shares = ddp.all_gather(torch.cat([x, y], 1))
+            rows = torch.stack(shares, 1).flatten(0, 1)  # in the global order
+            x, y = rows[:16][rank::world_size].chunk(2, 1)
+"""
+TOKENS = """\
+            loss = ((wrapped(x) - y) ** 2).mean(1)
+            loss = (loss * (y[:, 0] > 0)).sum() / (y[:, 0] > 0).sum()
+"""
+UNFREEZE = """\
+            if step == 10:
+                model[0].requires_grad_(True)
+"""
+FREEZE = "    wrapped = model\n    model[0].requires_grad_(False)\n"
 # Right changes, with which some of the faults begin
 EXTRAS = {
     "dropout": [WITH_DROPOUT],
     "codebook": [CODEBOOK, WITH_CODEBOOK],
     "weighted": [(LOSS, WEIGHTED)],
     "noise": [(LOSS, NOISE + LOSS)],
+    "gathered": [(LOSS, CHOSEN + LOSS)],
+    "frozen": [("    wrapped = model\n", FREEZE)],
+    "workers": [("workers=0", "workers=2")],
     "whole run": [("LR(optimizer, 3)", "LR(optimizer, 3 * 1001 // 32)")],
 }
 # (name, right changes, right lines, wrong lines, options, what must be found)
@@ -333,6 +350,78 @@ FAULTS = [
         [GRADIENT, TRAINED],
     ),
     (
+        "a mean over the rank's tokens",
+        "",
+        LOSS,
+        TOKENS,
+        TRAINING,
+        [GRADIENT, TRAINED],
+    ),
+    (
+        "a layer is unfrozen",
+        "frozen",
+        LOSS,
+        UNFREEZE + LOSS,
+        TRAINING,
+        [WEIGHTS, TRAINED],
+    ),
+    (
+        "gathered rows in the order of the ranks",
+        "gathered",
+        "torch.stack(shares, 1).flatten(0, 1)",
+        "torch.cat(shares)",
+        TRAINING,
+        [GRADIENT, TRAINED],
+    ),
+    (
+        "a decision for the batch, by the rank's seed",
+        "",
+        LOSS,
+        "            x = -x if torch.rand(()) < 0.5 else x\n" + LOSS,
+        TRAINING,
+        [TRAINED],
+    ),
+    (
+        "a score that is no mean over samples",
+        "",
+        '"val_loss": loss * len(x)',
+        '"val_loss": loss.sqrt() * len(x)',
+        TRAINING,
+        [PRINTED],
+    ),
+    (
+        "a mean of means",
+        "",
+        '{"val_loss": loss * len(x), "count": len(x)}',
+        '{"val_loss": loss, "count": 1}',
+        TRAINING,
+        [PRINTED],
+    ),
+    (
+        "rank 0's loss in the log",
+        "",
+        "{means['val_loss']:.6f}",
+        "{loss.item():.6f}",
+        TRAINING,
+        [PRINTED],
+    ),
+    (
+        "a seed that comes after the batch's noise",
+        "",
+        "torch.randn(8, generator=generator)",
+        "torch.randn(8)",
+        RESUME,
+        [REST, REST],
+    ),
+    (
+        "noise that workers draw",
+        "workers",
+        "torch.randn(8, generator=generator)",
+        "torch.randn(8)",
+        RESUME,
+        [REST, REST],
+    ),
+    (
         "one rank changes weights",
         "",
         STEP,
@@ -415,8 +504,23 @@ def test_right_changes_are_right(tmp_path):
     pairs = EXTRAS["dropout"] + EXTRAS["noise"] + EXTRAS["whole run"]
     script = write_resumed(tmp_path, *pairs)
     assert_found(run_check(script, options="--timeout 600"))
-    script = write_resumed(tmp_path, *EXTRAS["weighted"], *EXTRAS["codebook"])
+    pairs = EXTRAS["weighted"] + EXTRAS["codebook"] + EXTRAS["workers"]
+    script = write_resumed(tmp_path, *pairs)
     assert_found(run_check(script, options=f"{TRAINING} --timeout 600"))
+    script = write_resumed(tmp_path, *EXTRAS["gathered"])
+    assert_found(run_check(script, options=f"{TRAINING} --timeout 600"))
+
+
+@slow
+def test_what_may_be_intended_is_a_note(tmp_path):
+    pairs = [(SEED, "pass"), ("if rank == 0:", f"if {LOCAL_RANK} == 0:")]
+    script = write_resumed(tmp_path, WITH_DROPOUT, *pairs)
+    options = "--skip ranks --skip failure --timeout 600"
+    text = run_check(script, options=options)
+    assert_found(text, DROPOUT)
+    for note in ("different dropout masks", "both machines save ['model.pt']"):
+        if note not in text:
+            harness.fail(f"no note: {note}")
 
 
 @processes
