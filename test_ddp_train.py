@@ -393,8 +393,8 @@ def test_pieces_work_in_an_empty_script(tmp_path):
 def use_pieces(folder, rank, device):
     assert copied("all_gather")(rank) == [0, 1]
     copied("check_alike")({"rate": 1})
-    sampler = copied("ResumableSampler")(range(7), seed=0)
-    assert len(sampler) == len(list(sampler)) == 3
+    sampler = copied("ResumableSampler")(range(8), seed=0)
+    assert len(sampler) == len(list(sampler)) == 4  # all, also without set_epoch()
     copied("seed_all")("step", rank)
     assert copied("to_device")([(1, "a")], device) == [[1, "a"]]
     copied("loading_options")(device, 1)["worker_init_fn"](0)
@@ -889,6 +889,11 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
 def test_score_without_a_count_is_one_line(alone):
     with refuses('score() must return "count"'):
         ddp_train.evaluate(nn.Identity(), lambda *_: {"loss": 1.0}, [2.0], CPU)
+
+
+def test_what_rank_0_says_goes_to_the_standard_output(alone, capfd):
+    ddp_train.say("said")
+    assert capfd.readouterr().out == "said\n"
 
 
 def test_modes_come_back_after_an_evaluation(alone):
