@@ -133,6 +133,12 @@ def test_help_names_the_options_with_their_defaults(capfd):
     assert "local_rank" not in text
 
 
+def test_pieces_have_the_same_defaults():
+    assert ddp_train.distributed.__wrapped__.__defaults__ == ("auto", 600)
+    assert ddp_train.init_distributed.__defaults__ == ("auto", 600)
+    assert ddp_train.loading_options.__defaults__ == (600,)
+
+
 BAD_INPUT = {
     "--data /no/such": "no data: ",
     "--seq_len 2048": "0 samples are fewer than one step of 4",
@@ -394,7 +400,9 @@ def use_pieces(folder, rank, device):
     assert copied("all_gather")(rank) == [0, 1]
     copied("check_alike")({"rate": 1})
     sampler = copied("ResumableSampler")(range(8), seed=0)
-    assert len(sampler) == len(list(sampler)) == 4  # all, also without set_epoch()
+    assert len(sampler) == 4
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 4
     copied("seed_all")("step", rank)
     assert copied("to_device")([(1, "a")], device) == [[1, "a"]]
     copied("loading_options")(device, 1)["worker_init_fn"](0)
