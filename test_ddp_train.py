@@ -112,6 +112,8 @@ def test_mistake_in_an_option_is_named_below_the_usage_with_exit_code_2(mistake,
 
 def test_smallest_and_largest_numbers_are_accepted():
     parse(*[f"--{name}=1" for name in ABOVE_ZERO.split()])
+    for name in ("auto", "cuda"):
+        parse("--precision", "fp32", "--device", name)
     parse("--warmup", 0, "--workers", 999, "--seed", 2**63 - 1, "--lr", 1e-9)
 
 
@@ -1308,9 +1310,15 @@ def test_ranks_that_differ_end_in_one_line_and_are_not_saved(tiny, out, what):
 @processes
 def test_ranks_that_do_not_differ_are_no_false_alarm(tiny, out):
     options = [*tiny, "--batch_size", 3, "--lr", 0.05, "--grad_clip", 0.1]
-    for size, words in ((2, "--precision bf16 --accum 2"), (3, "--dropout 0.2")):
-        said = train(size, *options, *words.split(), "--out", out / str(size))
-        assert "\ndone: " in said[0]
+    said = train(3, *options, "--dropout", 0.2, "--out", out / "3")
+    assert "\ndone: " in said[0]
+
+    def rank():
+        own = ["--workers", os.environ["RANK"], "--local-rank", os.environ["RANK"]]
+        main(*options, "--precision", "bf16", "--accum", 2, *own)
+
+    in_ranks(2, rank)
+    assert load(out)["step"] > 0
 
 
 # ---- Failures and exits --------------------------------------------------------------

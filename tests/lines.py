@@ -48,6 +48,8 @@ EXCEPTIONS = {
     "if dist.get_world_size() {> -> >=} 1:": "speed: nor does it need a broadcast",
     'if {device.type == "cuda" -> ': GPU + "test_train",
     "gpu_gib": GPU + "test_train",
+    '{"pin_memory"': "speed, with a GPU",
+    '{"activation"': "a choice of the demo's model",
     'backend = "gloo" if {device.type == "cpu" -> True': GPU + "test_train",
     "if {dist.get_world_size() > 1 -> True": GPU + "test_batch_norm, without torchrun",
     "min(steps)": "memory: to send a file takes several times its size, docs/launch.md"
@@ -60,6 +62,7 @@ EXCEPTIONS = {
     "{os.fsync(": "a power loss",
     "{file.flush()": "a power loss",
     "max({0 -> 1}, len(data) - 1)": "a file of one byte has no sample either",
+    'dist.new_group({backend="gloo"': "a GPU: on a CPU it is gloo",
     "days={365": "long enough",
     "os._exit({1": "any code but 0",
     "None, -{1": "below every step",
