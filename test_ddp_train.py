@@ -1541,22 +1541,25 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_it_sees(monkeypatc
     assert ddp_train.parse_args(["--local-rank=1"]).local_rank == 1
     assert ddp_train.choose_device("auto") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    gpus = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus[-1])
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    visible = 4
-    assert ddp_train.choose_device("auto") == torch.device("cuda", 0)
-    assert chosen.pop() == 0
-    for visible, local_rank, gpu in ((4, "0", 0), (4, "3", 3), (1, "3", 0)):  # noqa: B007
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for visible, local_rank, gpu in (
+        (4, None, 0),
+        (4, "0", 0),
+        (4, "3", 3),
+        (1, "3", 0),
+    ):
+        gpus.append(visible)
+        if local_rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert ddp_train.choose_device("auto") == torch.device("cuda", gpu)
         assert chosen.pop() == gpu
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two ranks of torchrun, one GPU")
-    visible = 1
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with refuses("local rank 1 needs a GPU, but torch finds 1 here"):
-        ddp_train.choose_device("cuda")
-    visible = 4
-    monkeypatch.setenv("LOCAL_RANK", "4")
-    with refuses("local rank 4 needs a GPU, but torch finds 4 here"):
-        ddp_train.choose_device("cuda")
+    for visible in (1, 4):
+        gpus.append(visible)
+        monkeypatch.setenv("LOCAL_RANK", str(visible))
+        text = f"local rank {visible} needs a GPU, but torch finds {visible} here"
+        with refuses(text):
+            ddp_train.choose_device("cuda")

@@ -7,6 +7,7 @@ Faults are put into examples/resumed.py, in place of the right lines. check.py m
 each of them in the lines listed beside it, and in no others.
 """
 
+import json
 import re
 import signal
 import sys
@@ -689,6 +690,25 @@ def test_a_global_ddp_object_does_not_abort_the_exit():
     """Its group's threads do, now and then, on a busy machine."""
     paths = f"{ROOT}:{ROOT}/tests"
     launch(sys.executable, "-c", GLOBAL_DDP, env={"PYTHONPATH": paths}).end()
+
+
+LAST_WORDS = """
+import sys
+class Global:
+    def __del__(self, say=print, is_finalizing=sys.is_finalizing):
+        say("finalizing:", is_finalizing())
+kept = Global()
+"""
+
+
+@processes
+def test_globals_go_before_python_ends(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(LAST_WORDS)
+    options = {"dtype": "", "cpu": False, "disturbance": ["", 0, 0]}
+    env = {"RANK": "0", "CHECK_LOG": tmp_path, "CHECK_OPTIONS": json.dumps(options)}
+    launch(sys.executable, check.__file__, script, env=env).end()
+    assert "finalizing: False" in (tmp_path / "rank0.out").read_text()
 
 
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
