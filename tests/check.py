@@ -155,6 +155,7 @@ class Watcher:
         self.step = 0
         self.depth = 0  # one optimizer may call another one's step()
         self.optimizers = 0
+        self.groups = set()  # of the DDP objects: see forget_everything()
         self.forget()
         wrap(optim.Optimizer, "__init__", self.see_optimizer)
         optim.register_optimizer_step_pre_hook(self.before_step)
@@ -219,6 +220,7 @@ class Watcher:
             self.seen["dropout"] = checksum(torch.get_rng_state())
 
     def see_forward(self, forward, wrapped, *inputs, **named):
+        self.groups.add(wrapped.process_group)
         if wrapped.training and torch.is_grad_enabled():
             if not self.seen["samples"]:  # before DDP replaces buffers by rank 0's
                 self.seen["buffers"] |= checksums_of_buffers(wrapped.module)
@@ -378,7 +380,7 @@ def watch(script):
         torch.set_default_dtype(getattr(torch, options["dtype"]))
     if options["cpu"]:
         pretend_that_the_cpu_is_a_gpu()
-    Watcher(options)
+    watcher = Watcher(options)
     # Run it as Python does: as the module __main__, which lives until the exit.
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).parent)
@@ -386,17 +388,20 @@ def watch(script):
     main_module.__file__ = script
     sys.modules["check"] = sys.modules["__main__"]
     sys.modules["__main__"] = main_module
-    atexit.register(forget_everything, main_module)
+    atexit.register(forget_everything, main_module, watcher)
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
 
 
-def forget_everything(main_module):
+def forget_everything(main_module, watcher):
     """Runs at the exit. A global DDP object would keep the threads of gloo alive.
 
     These may abort the exit: https://github.com/pytorch/pytorch/pull/179291
+    The groups go last: a DDP object would hold the GIL while it waits for threads that
+    need the GIL. A group does not: https://github.com/pytorch/pytorch/pull/154976
     """
     vars(main_module).clear()
     gc.collect()
+    watcher.groups.clear()
 
 
 # ---- --cpu: for a script that asks for CUDA and NCCL ---------------------------------
