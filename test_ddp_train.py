@@ -90,7 +90,8 @@ def alone():
 ABOVE_ZERO = "layers heads dim seq_len epochs max_steps batch_size accum lr grad_clip "
 ABOVE_ZERO += "timeout log_every eval_every save_every"
 MISTAKES = [f"--{name} 0" for name in ABOVE_ZERO.split()]
-MISTAKES += ["--no_such 1", "--heads -1", "--epochs 1.5", "--precision fp16"]
+MISTAKES += ["--no_such 1", "--heads -1", "--epochs 1.5"]
+MISTAKES += ["--precision fp16", "--device gpu"]
 MISTAKES += ["--lr nan", "--grad_clip inf", "--warmup 1", "--warmup -0.1"]
 MISTAKES += [
     "--workers -1",
@@ -1111,6 +1112,8 @@ def test_what_was_saved_comes_back(path):
         with refuses("cannot save", "the old one is intact"):
             ddp_train.save_checkpoint(path, 4, best=value)
         assert not path.with_suffix(".tmp").exists()
+    with refuses("cannot save", "No such file"):
+        ddp_train.save_checkpoint(path.parent / "gone/x", 4)
     assert flatten(ddp_train.load_checkpoint(path)) == flatten({**content, "step": 3})
 
 
