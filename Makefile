@@ -58,7 +58,7 @@ train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 check: setup ## SCRIPT=mine.py ARGS="--batch_size {32}": is this script right?
 	@exec $(VENV_PYTHON) tests/check.py $(CHECK) $(or $(SCRIPT),ddp_train.py) $(ARGS)
 
-test: .venv/.tests ## all tests: two to four minutes on two cores
+test: .venv/.tests ## all tests: two to three minutes on two cores
 	$(PYTEST) -n 4 --dist worksteal $(ARGS)
 
 test-fast: .venv/.tests ## the direct tests: seconds

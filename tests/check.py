@@ -396,8 +396,9 @@ def forget_everything(main_module, watcher):
     """Runs at the exit. A global DDP object would keep the threads of gloo alive.
 
     These may abort the exit: https://github.com/pytorch/pytorch/pull/179291
-    The groups go last: a DDP object would hold the GIL while it waits for threads that
-    need the GIL. A group does not: https://github.com/pytorch/pytorch/pull/154976
+    Let go of the groups last. If a DDP object is the last to use one, it waits for the
+    threads of gloo and holds the GIL, which they need. A group releases the GIL first:
+    https://github.com/pytorch/pytorch/pull/154976
     """
     vars(main_module).clear()
     gc.collect()

@@ -669,6 +669,12 @@ def test_example(name):
     assert_found(text, *[STARTS_OVER, STARTS_OVER] * (not saves))
 
 
+def watched(folder):
+    """The environment of a rank that check.py watches. It writes to this folder."""
+    options = {"dtype": "", "cpu": False, "disturbance": ["", 0, 0]}
+    return {"CHECK_LOG": folder, "CHECK_OPTIONS": json.dumps(options)}
+
+
 BUSY_GLOO = """
 if rank == 0:
     dist.all_reduce(torch.ones(1), async_op=True)  # a thread waits for rank 1
@@ -684,9 +690,7 @@ def test_a_global_ddp_object_does_not_hang_at_the_exit(tmp_path):
     """A thread of gloo needs the GIL at the end of what it does."""
     script = tmp_path / "mine.py"
     script.write_text(HEAD + SCRIPTS["bf16"] + BUSY_GLOO + TAIL)
-    options = {"dtype": "", "cpu": False, "disturbance": ["", 0, 0]}
-    env = {"CHECK_LOG": tmp_path, "CHECK_OPTIONS": json.dumps(options)}
-    launch(*torchrun(2, check.__file__, script), env=env).end()
+    launch(*torchrun(2, check.__file__, script), env=watched(tmp_path)).end()
 
 
 LAST_WORDS = """
@@ -695,6 +699,7 @@ class Global:
     def __del__(self, say=print, is_finalizing=sys.is_finalizing):
         say("finalizing:", is_finalizing())
 kept = Global()
+kept.itself = kept  # a DDP object is part of a cycle, too
 """
 
 
@@ -702,8 +707,7 @@ kept = Global()
 def test_globals_go_before_python_ends(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(LAST_WORDS)
-    options = {"dtype": "", "cpu": False, "disturbance": ["", 0, 0]}
-    env = {"RANK": "0", "CHECK_LOG": tmp_path, "CHECK_OPTIONS": json.dumps(options)}
+    env = {"RANK": "0", **watched(tmp_path)}
     launch(sys.executable, check.__file__, script, env=env).end()
     assert "finalizing: False" in (tmp_path / "rank0.out").read_text()
 
