@@ -361,6 +361,8 @@ def checksums_of_rows(tensors):
 
 def watch(script):
     """Run the script in this rank, and watch it."""
+    if os.environ["CHECK_PARENT"] != str(os.getppid()):
+        sys.exit("torchrun was killed while it started this rank")  # see Launch.kill()
     folder = Path(os.environ["CHECK_LOG"])
     options = json.loads(os.environ["CHECK_OPTIONS"])
     rank = int(os.environ["RANK"])
@@ -608,6 +610,7 @@ def become_torchrun(words, folder, said, environment):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(folder)
     os.environ.update(environment)
+    os.environ["CHECK_PARENT"] = str(os.getpid())
     output = os.open(said, os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

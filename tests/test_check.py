@@ -8,6 +8,7 @@ each of them in the lines listed beside it, and in no others.
 """
 
 import json
+import os
 import re
 import signal
 import sys
@@ -672,7 +673,8 @@ def test_example(name):
 def watched(folder):
     """The environment of a rank that check.py watches. It writes to this folder."""
     options = {"dtype": "", "cpu": False, "disturbance": ["", 0, 0]}
-    return {"CHECK_LOG": folder, "CHECK_OPTIONS": json.dumps(options)}
+    env = {"CHECK_LOG": folder, "CHECK_OPTIONS": json.dumps(options)}
+    return {**env, "CHECK_PARENT": str(os.getpid())}
 
 
 BUSY_GLOO = """
@@ -690,7 +692,10 @@ def test_a_global_ddp_object_does_not_hang_at_the_exit(tmp_path):
     """A thread of gloo needs the GIL at the end of what it does."""
     script = tmp_path / "mine.py"
     script.write_text(HEAD + SCRIPTS["bf16"] + BUSY_GLOO + TAIL)
-    launch(*torchrun(2, check.__file__, script), env=watched(tmp_path)).end()
+    # The ranks belong to torchrun, which has another pid than this process.
+    ranks = ["bash", "-c", 'CHECK_PARENT=$$ exec "$@"', "bash"]
+    words = [*ranks, *torchrun(2, check.__file__, script)]
+    launch(*words, env=watched(tmp_path)).end()
 
 
 LAST_WORDS = """
@@ -710,6 +715,9 @@ def test_globals_go_before_python_ends(tmp_path):
     env = {"RANK": "0", **watched(tmp_path)}
     launch(sys.executable, check.__file__, script, env=env).end()
     assert "finalizing: False" in (tmp_path / "rank0.out").read_text()
+    env["CHECK_PARENT"] = "1"
+    said = launch(sys.executable, check.__file__, script, env=env).end(1)
+    assert said.endswith("torchrun was killed while it started this rank\n")
 
 
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
