@@ -570,8 +570,7 @@ def mean_over_ranks(results):
     # DDP: the mean over all ranks. Otherwise the log has only rank 0's loss.
     dist.all_reduce(means)
     means /= dist.get_world_size()
-    by_name = dict(zip(names, means.tolist(), strict=True))
-    return {name: by_name[name] for name in results[0]}
+    return {name: float(means[names.index(name)]) for name in results[0]}
 
 
 def check_together(results, model):
@@ -797,8 +796,9 @@ def parse_args(argv=None):
 # get_error_handler
 def end_this_rank(error):
     """Say why, and raise SystemExit, so that the caller's `finally` and atexit run."""
-    # If the exit hangs, this prints where, and ends the process after 30 s.
+    # If the exit hangs, print where, and end it. After Python's end, the alarm ends it.
     faulthandler.dump_traceback_later(30, exit=True, file=2)
+    signal.alarm(35)
     for number in STOP_SIGNALS:  # torchrun sends them when another rank has failed
         signal.signal(number, signal.SIG_IGN)
     kill_workers()

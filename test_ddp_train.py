@@ -1373,37 +1373,44 @@ def test_rank_that_fails_leaves_or_hangs_ends_the_other(tiny, action, code):
     assert action == "hang" or "printed, and not flushed" in ranks[1].text
 
 
-@processes
-def test_exit_of_a_failed_rank_is_not_cut_off_by_signals_and_may_not_hang(tmp_path):
-    """torchrun sends SIGTERM when it sees that another rank has failed. A clean-up that
-    hangs ends after 30 s, here 5, and it is said where."""
+def hanging_clean_up(folder, in_python):
+    """A failed rank's. After it fails it has 5 s, and not 30."""
+    faulthandler, alarm = ddp_train.faulthandler, signal.alarm
+    later = faulthandler.dump_traceback_later
 
-    def clean_up():
+    def sooner(seconds, **options):
+        later(seconds / 6, **options)
+
+    faulthandler.dump_traceback_later = sooner
+    signal.alarm = lambda seconds: alarm(seconds // 5)
+    try:
+        with ddp_train.distributed("cpu"):
+            raise RuntimeError("boom")
+    finally:
+        if not in_python:
+            faulthandler.cancel_dump_traceback_later()  # as Python's end does
         print("cleans up", flush=True)
         time.sleep(1)
-        (tmp_path / "clean").touch()
+        (folder / os.environ["RANK"]).touch()
         time.sleep(DEADLINE)
 
-    def rank():
-        later = ddp_train.faulthandler.dump_traceback_later
 
-        def sooner(seconds, **options):
-            later(seconds / 6, **options)
-
-        ddp_train.faulthandler.dump_traceback_later = sooner
-        try:
-            with ddp_train.distributed("cpu"):
-                raise RuntimeError("boom")
-        finally:
-            clean_up()
-
-    ranks = fork_ranks(2, rank)
+@processes
+@pytest.mark.parametrize("in_python, code", [(True, 1), (False, -signal.SIGALRM)])
+def test_exit_of_a_failed_rank_is_not_cut_off_but_may_not_hang(
+    tmp_path, in_python, code
+):
+    """torchrun sends SIGTERM when another rank has failed. It is said where it hangs,
+    unless that is in C++ after Python's end."""
+    ranks = fork_ranks(2, functools.partial(hanging_clean_up, tmp_path, in_python))
     for rank in ranks:
         rank.wait_for("cleans up")
         rank.send(signal.SIGTERM)
     for rank in ranks:
-        assert re.search(r"Timeout \(0:00:05\)!\n(.*\n)+.* in clean_up\n", rank.end(1))
-    assert (tmp_path / "clean").exists()
+        said = rank.end(code)
+        hint = r"Timeout \(0:00:05\)!\n(.*\n)+.* in hanging_clean_up\n"
+        assert bool(re.search(hint, said)) == in_python
+    assert len(os.listdir(tmp_path)) == 2
 
 
 @processes
