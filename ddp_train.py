@@ -11,18 +11,19 @@
 
 torchrun starts one process per GPU. With --standalone it uses this machine only, and a
 free port. Each process is called a rank, the number of ranks is the world size, and
-together they form the process group.
+together they form the process group. A collective is a call that all ranks make and
+that combines their values: all-reduce gives all ranks the sum, broadcast sends one
+rank's value to all, and a barrier only waits until all ranks are there.
 
-A collective is a call that all ranks make and that combines their values: all-reduce
-gives all ranks the sum, broadcast sends one rank's value to all. Every rank has the
-whole model and trains on its own share of each batch. During backward(),
-DistributedDataParallel (DDP) averages the gradients by all-reduce. So every optimizer
-takes the same step, and the copies of the model stay equal. This is the idea:
+Every rank has the whole model and trains on its own share of each batch. During
+backward(), DistributedDataParallel (DDP) averages the gradients by all-reduce. So every
+optimizer takes the same step, and the copies of the model stay equal. The idea:
 
     dist.init_process_group()                     # join the other ranks
     sampler = DistributedSampler(dataset)         # each rank gets its own share
     wrapped = DistributedDataParallel(model)      # all ranks get rank 0's weights
     for batch in DataLoader(dataset, batch_size, sampler=sampler):
+        optimizer.zero_grad()
         compute_loss(wrapped, batch).backward()   # averages the gradients
         optimizer.step()                          # the same step on all ranks
 
@@ -339,7 +340,7 @@ def resume(path, model, optimizer, settings):
             group.update(now)
         return saved["step"], saved["epoch"], saved["done"], saved["evaluation_due"]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if "memory" in str(error):  # the GPU's or the CPU's is full
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         sys.exit(f"{path} does not fit this program: use another --out. {error!r}")
 
@@ -626,8 +627,7 @@ def evaluate(model, score_fn, loader, device):
 
 def write(descriptor, line):
     """Write a line to stdout (1) or stderr (2), even if nobody is reading it."""
-    # Ctrl-C in `... 2>&1 | tee log` kills tee first, and the run must still save.
-    # print() would raise an error here, and again on exit.
+    # Ctrl-C in `... | tee log` kills tee first. Then print() would end the run unsaved.
     with contextlib.suppress(OSError):
         os.write(descriptor, os.fsencode(f"{line}\n"))
 

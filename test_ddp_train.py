@@ -139,6 +139,7 @@ def test_pieces_have_the_same_defaults():
 
 BAD_INPUT = {
     "--data /no/such": "no data: ",
+    "--data /dev/null": "0 samples are fewer than one step of 4",
     "--seq_len 2048": "0 samples are fewer than one step of 4",
     "--batch_size 16 --accum 4": "60 samples are fewer than one step of 64",
     "--heads 3": "--dim 16 is not divisible by --heads 3",
@@ -164,6 +165,13 @@ def test_sample_is_bytes_and_those_one_later(data):
         for i, (x, y) in enumerate([*train_set, *val_set]):
             assert bytes(x) == NO_TWO_ALIKE[32 * i :][:32]
             assert bytes(y) == NO_TWO_ALIKE[32 * i + 1 :][:32]
+
+
+def test_without_an_option_there_are_data():
+    train_set, val_set, _ = ddp_train.load_data(parse())
+    assert (
+        len(train_set) > 1000 and len(val_set) == (len(train_set) + len(val_set)) // 20
+    )
 
 
 def test_text_of_the_data_changes_with_one_byte(data):
@@ -632,9 +640,9 @@ def loss_of_draws(model, draws):
 def test_workers_of_each_rank_draw_their_own_random_numbers(tiny, tmp_path):
     """For augmentation, say. So do those of a resumed run."""
     patch = functools.partial(load_from, tmp_path, "Draws")
-    said = train(2, *tiny, "--workers", 1, "--max_steps", 2, patch=patch)
-    more = [*tiny, "--workers", 1, "--max_steps", 4]
-    said += train(1, *more, patch=patch)  # not those from before the resume
+    options = [*tiny, "--workers", 1, "--max_steps", 4]
+    said = train(2, *options, patch=patch, fault="train_step 2 SIGTERM 0", code=143)
+    said += train(1, *options, patch=patch)  # not those from before the resume
     drawn = re.findall(r"0\.\d+", "".join(re.findall("draws .*", "".join(said))))
     assert len(set(drawn)) == len(drawn) == 2 * 2 * 8 + 2 * 8
 
@@ -688,10 +696,12 @@ def test_run_learns_says_what_runs_where_and_is_finished(tiny, out):
 
 @processes
 def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tiny, out):
-    """Fewer steps or epochs than are done end it. What changes is said."""
+    """Fewer steps or epochs than are done end it. What changes is said. The learning
+    rate may be a tensor."""
 
     def build(model, args):
-        return torch.optim.AdamW(model.parameters(), args.lr, weight_decay=1000)
+        rate = torch.tensor(args.lr)
+        return torch.optim.AdamW(model.parameters(), rate, weight_decay=1000)
 
     def decay():
         ddp_train.build_optimizer = build
@@ -732,11 +742,12 @@ def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, 
         for begin, end in itertools.pairwise([0, 4, 5, 6, 7, 8, 10, 12, 14]):
             expected[end] = numpy.mean(values[begin:end])
         assert metrics(out / "0", name) == pytest.approx(expected, rel=1e-6)
+    assert list(metrics(out / "0", "val_loss")) == [5, 7, 10, 14]
 
 
 @processes
 def test_speed_in_the_log_is_of_all_ranks_and_the_time_left_of_all_epochs(tiny, out):
-    """By a clock that goes on by 1 s in each step, and by an hour in an evaluation."""
+    """By a clock that goes on by 2 s in each step, and by an hour in an evaluation."""
 
     def set_clock():
         clock = types.SimpleNamespace(now=0)
@@ -746,13 +757,13 @@ def test_speed_in_the_log_is_of_all_ranks_and_the_time_left_of_all_epochs(tiny, 
 
         ddp_train.time = types.SimpleNamespace(perf_counter=lambda: clock.now)
         ddp_train.time.sleep = time.sleep
-        before(ddp_train, "train_step", functools.partial(wait, 1))
+        before(ddp_train, "train_step", functools.partial(wait, 2))
         before(ddp_train, "evaluate", functools.partial(wait, 3600))
 
     train(2, *tiny, "--log_every", 2, "--epochs", 2, patch=set_clock)
     steps = [2, 4, 6, 7, 8, 10, 12, 14]
-    assert metrics(out, "seconds_left") == {step: 14 - step for step in steps}
-    assert metrics(out, "samples_per_s") == dict.fromkeys(steps, 8)
+    assert metrics(out, "seconds_left") == {step: 2 * (14 - step) for step in steps}
+    assert metrics(out, "samples_per_s") == dict.fromkeys(steps, 4)
 
 
 @processes
@@ -868,6 +879,21 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
     for nine, one in in_ranks(size, evaluate):
         assert nine == pytest.approx({"mean": 511 / 9, "low": -1, "zero": 0})
         assert one == pytest.approx({"mean": 1, "low": -1, "zero": 0})
+
+
+@processes
+def test_rank_may_evaluate_fewer_batches_though_ddp_sends_buffers_in_each(tiny):
+    """So the model itself is evaluated: rank 0 has two samples, and rank 1 has one."""
+
+    def with_buffer(args):
+        model = build_model(args)
+        model.register_buffer("mask", torch.ones(1))
+        return model
+
+    build_model = ddp_train.build_model
+    patch = functools.partial(setattr, ddp_train, "build_model", with_buffer)
+    said = train(2, *tiny, "--batch_size", 1, "--max_steps", 1, patch=patch)
+    assert "val_loss" in said[0]
 
 
 def test_score_without_a_count_is_one_line(alone):
