@@ -1471,7 +1471,7 @@ def test_rank_that_never_leaves_ends_the_others():
     """At the end of the block they wait for it as long as in any collective."""
 
     def rank():
-        with ddp_train.distributed("cpu", timeout=1):
+        with ddp_train.distributed("cpu", timeout=5):
             time.sleep(DEADLINE * dist.get_rank())
 
     assert "error: rank 0: RuntimeError" in fork_ranks(2, rank)[0].end(1)
