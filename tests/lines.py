@@ -1,18 +1,22 @@
 """Is every line of ddp_train.py needed, and every value? Change one: a test must fail.
 
     make test-lines                                each statement and condition
-    make test-lines ARGS=--values                  each value, too
+    make test-lines ARGS=--values                  each value, name and call, too
     make test-lines ARGS="--values --sample 20"    twenty at random
     make test-lines ARGS="--values --line 250"     those on this line
-    make test-lines ARGS="--log FILE --trace FILE"
-        The next run skips what is in the log, and need not find out again which tests
-        reach which line.
+    make test-lines ARGS="--kind name --keep FOLDER"
+        One kind. The folder keeps what was found, and which tests reach which line:
+        the next run with it does the rest.
 
-Each statement from THE RUN on becomes `pass`, and each condition True, and False. With
---values, see find_values(). This includes MODEL and DATA: a wrong number there trains a
-wrong model. For each change the tests that reach its line run until one fails: first
-those that are fast or have noticed many changes. Survivors are listed at the end. For
-each, remove the line, add a test, or give the reason in EXCEPTIONS.
+Each statement from THE RUN on becomes `pass`, and each condition True, and False.
+--values: see find_values(), and MISTAKES. They include MODEL and DATA: a wrong number
+there trains a wrong model. For each change the tests that reach its line run until one
+fails: first those that are fast or have noticed many changes. Survivors are listed at
+the end. For each, remove the line, add a test, or give the reason in EXCEPTIONS.
+
+A test that fails for another reason must not count. So the same tests also run without
+a change, at first and at the end, as many side by side. And what was noticed only by a
+time limit or by a strange exit runs again, alone: what that finds is what counts.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -43,17 +48,19 @@ from harness import ROOT, SCRIPT, fork_ranks
 TESTS = ROOT / "test_ddp_train.py"
 GPU = "a GPU, see tests/test_gpu.py: "
 MEMORY = "memory: to send a file takes several times its size, see docs/launch.md"
-# {part of a change: why no test on a CPU can notice it, or needs to}
+# {part of one change: why no test on a CPU can notice it, or needs to}
+# Without a "{" it is a line that no test reaches.
 EXCEPTIONS = {
     "if {world_size > 1 -> True": "speed: one process needs no DDP (make bench)",
     "if dist.get_world_size() {> -> >=} 1:": "speed: nor does it need a broadcast",
-    'if {device.type == "cuda" -> ': GPU + "test_train",
-    "gpu_gib": GPU + "test_train",
-    '{"pin_memory"': "speed, with a GPU",
-    '{"activation"': "a choice of the demo's model",
+    'if {device.type == "cuda" -> True': GPU + "test_train",
+    'if {device.type == "cuda" -> False': GPU + "test_train",
+    'means["gpu_gib"] = torch': GPU + "test_train",
+    '{{"pin_memory"': "speed, with a GPU",
+    '{{"activation"': "a choice of the demo's model",
     'backend = "gloo" if {device.type == "cpu" -> True': GPU + "test_train",
     "if {dist.get_world_size() > 1 -> True": GPU + "test_batch_norm, without torchrun",
-    "min(steps) < max(steps) -> True": MEMORY,
+    "{min(steps) < max(steps) -> True": MEMORY,
     "min(steps) {< -> <=} max(steps)": MEMORY,
     "{gradient_as_bucket_view": "memory",
     "{is_causal": "speed",
@@ -69,14 +76,56 @@ EXCEPTIONS = {
     'backend="gloo", {timeout=': "torch's half an hour is too long for a test",
     "{dtype=torch.float64 -> nothing}) # one row": "float32 is exact enough, too",
     "{strict=True": "both are always of the same length",
-    "{weights_only=True": "torch's default since 2.6",
+    "{weights_only=True -> nothing": "torch's default since 2.6",
     "{non_blocking=True": "speed, with a GPU",
-    "os._exit({1": "any code but 0",
+    "os._exit({1 -> 2}) # the rank": "any code but 0",
     "None, -{1": "below every step",
     "{0o666": "nobody executes it",
     '{1 -> 2}, f"rank 0 waits': "a terminal shows both outputs",
 }
-SURVIVED = "SURVIVED"
+# Names that are easily confused. Each becomes its neighbors, if its function has them.
+# So do attributes of one object, and keys.
+ALIKE = """rank world_size, start rank num_replicas, n used done global_batch, x y,
+n held_out, epoch step last_step steps i, model wrapped, loader val_loader,
+train_set val_set, inputs targets, layers heads dim seq_len, batch_size accum epochs,
+lr initial_lr, log_every save_every eval_every, saving evaluation_due stopped_by,
+began seconds, progress warmup factor, loss loss_sum, sums total, row rows,
+index gpus, path beside, low high, min max"""
+DROPPED = "double float detach clone contiguous cpu squeeze sorted with_suffix".split()
+# {right lines: a classic mistake that is none of these changes}
+MISTAKES = {
+    "range(rank, len(val_set), world_size)": (
+        "DistributedSampler(val_set, shuffle=False)  # counts padded samples twice"
+    ),
+    "in all_gather({name: float(value) for name, value in sums.items()}):": (
+        "in [{name: float(value) for name, value in sums.items()}]:"
+    ),
+    'saved["epoch"], saved["done"]': 'saved["epoch"], 0',
+    "weights_only=True": "weights_only=False",
+    "block(x, mask, is_causal=True)": "block(x)",
+    '= group["initial_lr"] *': '= optimizer.param_groups[0]["initial_lr"] *',
+    "clip_grad_norm_(wrapped.parameters(),": (
+        'clip_grad_norm_(optimizer.param_groups[0]["params"],'
+    ),
+    "    if args.compile:": "    if args.compile and world_size == 1:",
+    "if not ((rows - rows[0]).abs() <= 1e-6 * rows[0]).all():": (
+        "if ((rows - rows[0]).abs() > 1e-6 * rows[0]).any():  # NaN"
+    ),
+    "= global_batch / seconds": "= global_batch / world_size / seconds",
+    "stopped_by = stop.requested()": (
+        "stopped_by = step % args.log_every == 0 and stop.requested()"
+    ),
+    'load_state_dict(saved["model"])': 'load_state_dict(saved["model"], strict=False)',
+    "zlib.crc32(data.numpy())": "zlib.crc32(data[:65536].numpy())",
+    'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
+    "suppress(OSError)": "suppress(BrokenPipeError)",
+    "            if not results:\n": "            if i == 0:\n",
+    "total.get(name, 0) + value": "max(0, total.get(name, 0) + value)",
+    "accum - 1 and dist.get_world_size() > 1:": (
+        "accum - 1 and isinstance(wrapped, DistributedDataParallel):"
+    ),
+}
+SURVIVED, NOT_SURE = "SURVIVED", "not sure"
 SHARED = {"layouts", "plain", "untouched"}  # the first test that needs them makes them
 UNTRACED = "full_disk|cannot_be_written|worker|pieces_work"  # these reach unknown lines
 TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
@@ -102,7 +151,9 @@ if traced:
 BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 OPPOSITE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
-OPPOSITE |= {"and": "or", "or": "and"}
+OPPOSITE |= {"and": "or", "or": "and", "|": "&"}
+OPPOSITE |= {"+": "-", "-": "+", "*": "/", "/": "*", "//": "%", "%": "//"}
+OPPOSITE["**"] = "*"
 NO_ELEMENT, NO_ENTRY = "*()", "**{}"  # of a list, and of a dict or a call
 
 
@@ -110,7 +161,8 @@ class Change(NamedTuple):
     kind: str
     line: int
     text: str  # of the changed program
-    lines: range  # tests that reach one of these lines may notice it
+    lines: range = range(0)  # tests that reach one of these lines may notice it
+    tests: list = ()  # or these, if nothing is changed
 
 
 def find_statements(node):
@@ -132,6 +184,10 @@ def find_values(node, text):
         yield from find_operators("comparison", [node.left, *node.comparators], text)
     if isinstance(node, ast.BoolOp):
         yield from find_operators("and/or", node.values, text)
+    if isinstance(node, ast.BinOp):
+        yield from find_operators("operator", [node.left, node.right], text)
+    if isinstance(node, ast.AugAssign):
+        yield from find_operators("operator", [node.target, node.value], text)
     if isinstance(node, ast.keyword) and node.arg not in ("default", "help", "metavar"):
         yield "keyword", node.begin, node.end, NO_ENTRY
     if isinstance(node, ast.Dict):
@@ -140,6 +196,11 @@ def find_values(node, text):
                 yield "name in a list", key.begin, value.end, NO_ENTRY
     if isinstance(node.parent, (ast.List, ast.Tuple, ast.Set)) and is_name(node):
         yield "name in a list", node.begin, node.end, NO_ELEMENT
+    if isinstance(node, ast.Call):
+        yield from find_calls(node, text)
+    if isinstance(node, ast.With) and node.items[0].optional_vars is None:
+        yield "block", node.begin, node.items[0].context_expr.end, "if True"
+    yield from find_names(node, text)
 
 
 def find_constants(node):
@@ -163,10 +224,44 @@ def find_operators(kind, operands, text):
     for left, right in itertools.pairwise(operands):
         old = text[left.end : right.begin].strip(" ()\n")
         begin = text.index(old, left.end)
+        old = old.removesuffix("=") if isinstance(node, ast.AugAssign) else old
         if old in BOUNDARY:
             yield kind, begin, begin + len(old), BOUNDARY[old]
-        if kind == "and/or" or not is_condition:
+        if kind != "comparison" or not is_condition:
             yield kind, begin, begin + len(old), OPPOSITE[old]
+
+
+def find_calls(node, text):
+    """x.double() becomes x, sorted(x) does, and max(x, y) becomes x, and y."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if isinstance(node.func, ast.Attribute) and name in DROPPED:
+        yield "call", node.func.value.end, node.end, ""
+    if isinstance(node.func, ast.Name) and name in [*DROPPED, "min", "max"]:
+        for argument in node.args:
+            yield "call", node.begin, node.end, text[argument.begin : argument.end]
+
+
+def find_names(node, text):
+    """Those of ALIKE: n, args.n and saved["n"]."""
+    whole, end = node, getattr(node, "end", 0)
+    if isinstance(node, ast.Name):
+        name = node.id
+    elif isinstance(node, ast.Attribute):
+        name = node.attr
+    elif is_text(node) and isinstance(node.parent, ast.Subscript):
+        name, whole, end = node.value, node.parent, node.end - 1
+    else:
+        return
+    begin = end - len(name)
+    is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+    for group in ALIKE.split(",") if is_read else []:
+        for pair in itertools.pairwise(group.split()):
+            for old, new in (pair, pair[::-1]):
+                is_there = text[whole.begin : begin] + new in text
+                if isinstance(node, ast.Name):
+                    is_there = new in node.names
+                if name == old and is_there:
+                    yield "name", begin, end, new
 
 
 def is_text(node):
@@ -181,32 +276,31 @@ def is_name(node):
     return is_read and isinstance(node, (ast.Attribute, ast.Starred))
 
 
-def walk(parent, starts):
-    """All nodes, with places in the text: those in f-strings are wrong before 3.12."""
+def walk(parent, starts, names=frozenset()):
+    """All nodes, with places in the text: those in f-strings are wrong before 3.12.
+
+    names: those of the function in which the node is.
+    """
+    if isinstance(parent, ast.FunctionDef):
+        found = [node for node in ast.walk(parent) if isinstance(node, ast.Name)]
+        names = {"min", "max", *[node.id for node in found]}
     for node in ast.iter_child_nodes(parent):
-        node.parent = parent
+        node.parent, node.names = parent, names
         if hasattr(node, "lineno"):
             node.begin = starts[node.lineno - 1] + node.col_offset
             node.end = starts[node.end_lineno - 1] + node.end_col_offset
         if not isinstance(node, ast.JoinedStr):
             yield node
-            yield from walk(node, starts)
-
-
-def lines_of(node):
-    """Of the whole statement."""
-    while not isinstance(node, ast.stmt):
-        node = node.parent
-    return range(node.lineno, node.end_lineno + 1)
+            yield from walk(node, starts, names)
 
 
 def find_changes():
     """{what is changed: Change}"""
     changes = {}
 
-    def add(kind, begin, end, new, lines):
+    def add(kind, begin, end, new, lines=None):
         old = " ".join(text[begin:end].split())[:60]
-        shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new
+        shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new.strip()
         before = text[:begin].rpartition("\n")[2]
         after = text[end:].partition("\n")[0]
         what = " ".join(f"{before}{{{old} -> {shown}}}{after}".split())
@@ -214,21 +308,29 @@ def find_changes():
             what += " again"
         line = text[:begin].count("\n") + 1
         changed = text[:begin] + new + text[end:]
+        lines = lines or range(line, text[:end].count("\n") + 2)
         changes[what] = Change(kind, line, changed, lines)
 
     text = SCRIPT.read_text()
     assert text.isascii()  # ast counts bytes
     lengths = map(len, text.splitlines(keepends=True))
     starts = list(itertools.accumulate(lengths, initial=0))
-    nodes = [node for node in walk(ast.parse(text), starts) if hasattr(node, "begin")]
-    for node in nodes:
-        found = []
-        if node.begin > text.index("# ---- MODEL"):
+    for node in list(walk(ast.parse(text), starts)):
+        found, statement = [], node
+        if getattr(node, "begin", 0) > text.index("# ---- MODEL"):
             found += find_values(node, text)
-        if node.begin > text.index("# ---- THE RUN"):
+        if getattr(node, "begin", 0) > text.index("# ---- THE RUN"):
             found += find_statements(node)
-        for kind, begin, end, new in found:
-            add(kind, begin, end, new, lines_of(node))
+        if found:
+            while not isinstance(statement, ast.stmt):
+                statement = statement.parent
+            lines = range(statement.lineno, statement.end_lineno + 1)
+            for kind, begin, end, new in found:
+                add(kind, begin, end, new, lines)
+    for right, wrong in MISTAKES.items():
+        assert text.count(right) == 1, f"not in the program, or not once: {right}"
+        begin = text.index(right)
+        add("mistake", begin, begin + len(right), wrong)
     return changes
 
 
@@ -265,7 +367,12 @@ def run_pytest(folder, text, tests, *words):
     ddp_train.__file__ = str(script)
     for name in [name for name in vars(ddp_train) if not name.startswith("__")]:
         delattr(ddp_train, name)  # what is taken away must not stay from before
-    exec(compile(text, script, "exec"), vars(ddp_train))
+    try:
+        exec(compile(text, script, "exec"), vars(ddp_train))
+    except Exception:
+        traceback.print_exc()
+        print("FAILED at the import", flush=True)
+        return 1
     sys.dont_write_bytecode = False  # compile the tests once, see sys.pycache_prefix
     options = ["-x", "-q", "-p", "no:xdist", "--rootdir", ROOT, "--basetemp"]
     options += [folder / "nested", "--import-mode=append"]  # workers import it, too
@@ -305,7 +412,7 @@ def trace_tests():
             tests |= set(seconds)
         reached[line] = sorted(tests & set(seconds))
     for test in seconds:
-        seconds[test] += 10 * len(shared[test])  # alone, it must make them
+        seconds[test] += 3 * len(shared[test])  # alone, it must make them
     return {"seconds": seconds, "reached": reached}
 
 
@@ -321,8 +428,11 @@ def read_trace(file):
     return trace
 
 
+# ---- Run -----------------------------------------------------------------------------
 def tests_for(change, trace, noticed):
     """First those that are fast, or have noticed many changes."""
+    if change.kind == "control":
+        return change.tests
     seconds = trace["seconds"]
     names = {name for name in seconds if re.search(UNTRACED, name)}
     for line in change.lines:
@@ -334,73 +444,119 @@ def tests_for(change, trace, noticed):
     return sorted(names, key=cost)
 
 
-# ---- Run -----------------------------------------------------------------------------
-def start(change, folder, names, seconds):
+def start(text, names, seconds):
+    folder = Path(tempfile.mkdtemp())
+
     def run():
         if names:
-            tests = Tests(seconds)
-            sys.exit(run_pytest(folder, change.text, tests, *names))
+            sys.exit(run_pytest(folder, text, Tests(seconds), *names))
 
     harness.STARTED.clear()  # the first test would end these
     [process] = fork_ranks(1, run)
+    process.folder = folder
     return process
 
 
 def verdict(process):
-    """Which test has noticed it, or why none has."""
-    for line in process.text.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")) and process.code == 1:
-            return line.split(" - ")[0]
-    return SURVIVED if process.code in (0, 5) else "noticed: the tests cannot run"
-
-
-def run_all(changes, trace, log, jobs):
-    """All that are not in the log yet."""
-    noticed = collections.Counter(read_log(log).values())
-    waiting = [what for what in changes if what not in read_log(log)]
-    number, total, running = 0, len(waiting), {}
-    while waiting or running:
-        if waiting and len(running) < jobs:
-            what = waiting.pop(0)
-            folder = Path(tempfile.mkdtemp())
-            names = tests_for(changes[what], trace, noticed)
-            process = start(changes[what], folder, names, trace["seconds"])
-            running[process] = what, folder, time.monotonic()
-        for process in [process for process in running if process.code is not None]:
-            what, folder, began = running.pop(process)
-            shutil.rmtree(folder, ignore_errors=True)
-            found = verdict(process)
-            noticed[found] += 1
-            seconds = f"{time.monotonic() - began:.0f} s"
-            place = f"line {changes[what].line}"
-            row = "\t".join([changes[what].kind, place, what, found, seconds])
-            with open(log, "a") as file:
-                file.write(f"{row}\n")
-            number += 1
-            print(f"{number}/{total}  {row}", flush=True)
-        time.sleep(0.05)
+    """Which test has noticed it, or why it is not sure that one has."""
+    said = process.text
+    failed = re.search("^((?:FAILED|ERROR) .*?)( - .*)?$", said, re.MULTILINE)
+    if process.code in (0, 5):
+        return SURVIVED
+    if process.code not in (1, 2) or not failed:
+        return f"{NOT_SURE}: exit code {process.code}"
+    if re.search(rf"{harness.TIME_LIMIT} of \d+ s is over", said):
+        return f"{NOT_SURE}: {harness.TIME_LIMIT}, {failed[1]}"
+    return failed[1]
 
 
 def read_log(log):
-    """{what: the test that has noticed it, or SURVIVED}"""
+    """{what: which test has noticed it, or that none has}"""
     log.touch()
     rows = [row.split("\t") for row in log.read_text().splitlines()]
-    return {what: found for _, _, what, found, _ in rows}
+    return {what: found for found, what in rows}
+
+
+def run_all(changes, trace, log, jobs):
+    """Those that are not in the log yet, so many side by side."""
+    noticed = collections.Counter(read_log(log).values())
+    waiting = [what for what in changes if what not in read_log(log)]
+    total, running = len(waiting), {}
+    while waiting or running:
+        if waiting and len(running) < jobs:
+            change = changes[waiting[0]]
+            names = tests_for(change, trace, noticed)
+            process = start(change.text, names, trace["seconds"])
+            running[process] = waiting.pop(0)
+        for process in [process for process in running if process.code is not None]:
+            what = running.pop(process)
+            shutil.rmtree(process.folder, ignore_errors=True)
+            found = verdict(process)
+            noticed[found] += 1
+            with open(log, "a") as file:
+                file.write(f"{found}\t{what}\n")
+            number = total - len(waiting) - len(running)
+            place = f"line {changes[what].line}"
+            print(f"{number}/{total}  {place}: {what}: {found}", flush=True)
+        time.sleep(0.02)
+    log = read_log(log)
+    return {what: log[what] for what in changes}
+
+
+def run_unchanged(names, when, trace, log, jobs):
+    """These tests, with as many side by side as with changes: none may fail."""
+    text = SCRIPT.read_text()
+    controls = {}
+    for part in range(jobs):
+        what = f"unchanged, {when}: part {part + 1} of {jobs}"
+        controls[what] = Change("control", 0, text, tests=sorted(names)[part::jobs])
+    found = run_all(controls, trace, log, jobs)
+    if set(found.values()) != {SURVIVED}:
+        sys.exit(f"tests fail without a change, so nothing is shown: {found}")
+
+
+def find_all(changes, trace, log, jobs):
+    """{what: which test has noticed it, or that none has}"""
+    names = [
+        tests_for(change, trace, collections.Counter()) for change in changes.values()
+    ]
+    run_unchanged(set(sum(names, [])), "at first", trace, log, jobs)
+    found = run_all(changes, trace, log, jobs)
+    again = {what: f"alone: {what}" for what in found if NOT_SURE in found[what]}
+    alone = {again[what]: changes[what] for what in again}
+    alone = run_all(alone, trace, log, 1)
+    found |= {what: alone[again[what]] for what in again}
+    noticed = {name for name in trace["seconds"] if f"FAILED {name}" in found.values()}
+    run_unchanged(noticed, f"after {len(read_log(log))}", trace, log, jobs)
+    return found
+
+
+def check_exceptions(changes, trace):
+    """Each excuses one change, or lines that no test reaches."""
+    for part in EXCEPTIONS:
+        lines = [change.line for what, change in changes.items() if part in what]
+        if "{" not in part and any(str(line) in trace["reached"] for line in lines):
+            sys.exit(f"an exception for a line that a test reaches: {part}")
+        if not lines or ("{" in part and len(lines) > 1):
+            sys.exit(f"an exception for {len(lines)} changes, and not for one: {part}")
 
 
 def report(changes, found):
-    """Returns the number of survivors that are not declared."""
+    """Print what has survived. Returns how many without a reason."""
     survivors = [what for what in changes if found[what] == SURVIVED]
     all_kinds = collections.Counter(change.kind for change in changes.values())
     kinds = collections.Counter(changes[what].kind for what in survivors)
     for kind, number in all_kinds.items():
         print(f"{kind}: {number} changes, {kinds[kind]} survived")
     unexpected = 0
-    for what in survivors:
-        why = [EXCEPTIONS[part] for part in EXCEPTIONS if part in what]
-        unexpected += not why
-        place = f"line {changes[what].line}"
-        print(f"  {place}: {changes[what].kind}: {what}: {why or 'NOT EXPECTED'}")
+    for what, change in changes.items():
+        reasons = [EXCEPTIONS[part] for part in EXCEPTIONS if part in what]
+        words = f"  line {change.line}: {change.kind}: {what}: "
+        if what in survivors:
+            unexpected += not reasons
+            print(words + (reasons or ["NOT EXPECTED"])[0])
+        elif reasons or NOT_SURE in found[what]:
+            print(f"{words}{found[what]} (exception: {reasons})")
     return unexpected
 
 
@@ -408,33 +564,33 @@ def main():
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--values", action="store_true", help="change values, too")
-    add("--sample", type=int, help="only this many, at random")
+    add("--kind", action="append", help="only changes of this kind")
     add("--line", type=int, action="append", help="only those on this line")
-    add("--log", type=Path, help="append results, and skip what is in it")
-    add("--trace", type=Path, help="which tests reach which line; made if it is old")
+    add("--sample", type=int, help="only this many new ones, at random")
+    add("--keep", type=Path, help="a folder: skip what an earlier run has found")
     add("--jobs", type=int, default=2 * os.cpu_count())
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    log = (args.log or folder / "log").absolute()
-    trace = (args.trace or folder / "trace").absolute()
+    keep = (args.keep or folder).absolute()
+    keep.mkdir(exist_ok=True)
     tempfile.tempdir = str(folder)
     sys.pycache_prefix = str(folder)
     os.chdir(ROOT)
     changes = find_changes()
-    for part in EXCEPTIONS:
-        if not any(part in what for what in changes):
-            print(f"an exception that is not in the program: {part}")
-    chosen = list(changes)
-    if not args.values:
-        kinds = "statement", "condition"
-        chosen = [what for what in chosen if changes[what].kind in kinds]
+    kinds = args.kind or ["statement", "condition"]
+    if args.values:
+        kinds = {change.kind for change in changes.values()}
+    chosen = [what for what in changes if changes[what].kind in kinds]
     if args.line:
         chosen = [what for what in chosen if changes[what].line in args.line]
     if args.sample:
+        chosen = [what for what in chosen if what not in read_log(keep / "log")]
         chosen = random.sample(chosen, min(args.sample, len(chosen)))
+    trace = read_trace(keep / "trace")
+    check_exceptions(changes, trace)
     changes = {what: changes[what] for what in chosen}
-    run_all(changes, read_trace(trace), log, args.jobs)
-    sys.exit(report(changes, read_log(log)) > 0)
+    found = find_all(changes, trace, keep / "log", args.jobs)
+    sys.exit(report(changes, found) > 0)
 
 
 if __name__ == "__main__":
