@@ -2,48 +2,57 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.9", "numpy"]
 # ///
-"""Data-parallel training in PyTorch, in one file. (ddp_train, version 8)
+"""Data-parallel training in PyTorch, in one file. (ddp_train, version 9)
 
     python ddp_train.py                                     one process, CPU or GPU
     torchrun --standalone --nproc_per_node=4 ddp_train.py   four GPUs on one machine
     torchrun --nnodes=2 --node_rank=R --nproc_per_node=4 --master_addr=HOST ddp_train.py
         two machines with four GPUs each; R is 0 on the machine HOST, 1 on the other
 
-DistributedDataParallel (DDP) runs one process per GPU. Each process is called a rank,
-and the number of processes is the world size. Every rank has the whole model and trains
-on its own share of each batch. During backward() DDP averages the gradients over all
-ranks, so every optimizer takes the same step, and the copies of the model stay equal.
-The lines that do this are marked "DDP:". Search for that mark to see the idea.
+torchrun starts one process per GPU. With --standalone it uses this machine only, and a
+free port. Each process is called a rank, the number of ranks is the world size, and
+together they form the process group.
 
-Three paths lead through the file:
-  a batch       load_data, ResumableSampler, DataLoader, train_step (compute_loss,
-                backward, optimizer), mean_over_ranks, log
+A collective is a call that all ranks make and that combines their values: all-reduce
+gives all ranks the sum, broadcast sends one rank's value to all. Every rank has the
+whole model and trains on its own share of each batch. During backward(),
+DistributedDataParallel (DDP) averages the gradients by all-reduce. So every optimizer
+takes the same step, and the copies of the model stay equal. This is the idea:
+
+    dist.init_process_group()                     # join the other ranks
+    sampler = DistributedSampler(dataset)         # each rank gets its own share
+    wrapped = DistributedDataParallel(model)      # all ranks get rank 0's weights
+    for batch in DataLoader(dataset, batch_size, sampler=sampler):
+        compute_loss(wrapped, batch).backward()   # averages the gradients
+        optimizer.step()                          # the same step on all ranks
+
+examples/idea.py does just this, in 40 lines that run: read it first. In this file the
+mark "DDP:" shows where the ranks join, share, average, add up and leave. Four paths:
+  the ranks     main, distributed, init_distributed; at the end barrier, leave
+  a batch       load_data, ResumableSampler, DataLoader, train_step, mean_over_ranks
   a checkpoint  save_checkpoint; on the next launch load_checkpoint, resume, set_epoch
   a signal      StopSignal.receive, requested (on all ranks), save_checkpoint, main
 
 --batch_size is per rank: one step trains on batch_size * accum * world size samples,
-the global batch. With more ranks, divide --batch_size or try a different --lr. The same
-global batch gives the same training on any number of ranks, up to rounding. There are
-two exceptions: dropout and augmentation, which each rank draws for itself, and batch
-norm and contrastive losses, which see only the samples of one rank.
+the global batch. With k times as many ranks, divide --batch_size by k. The same global
+batch gives the same training on any number of ranks, up to rounding, except for:
+  - dropout and random augmentation, because each rank draws its own numbers
+  - batch norm and losses that compare samples: they see the samples of one rank
 
 Run the same command again to resume; a different --out starts a new run. Ctrl-C and
 SIGTERM save first, so nothing is lost, even though torchrun then prints a traceback of
 its own. After a crash or kill -9 the run continues from the last checkpoint. If one
 rank fails, the others fail with it. Look for the cause in the first line that begins
-with "error: rank" or, if a rank was killed, in torchrun's "Root Cause". A single
-process does not use DDP, so test your changes with two, in a new folder:
-torchrun --nproc_per_node=2 ddp_train.py --device cpu --out trial
+with "error: rank" and does not say "by peer". If a rank was killed, look at torchrun's
+"Root Cause". One process does not use DDP: test your changes with two, in a new folder.
+    torchrun --standalone --nproc_per_node=2 ddp_train.py --device cpu --out trial
 
-To train something else, replace the sections MODEL and DATA, and --data in OPTIONS.
-Pass a collate_fn to both DataLoaders in train(). To make your own script distributed,
-copy or import what you need from PIECES. The comment at the top of each section lists
-its imports. Copy the functions that a piece calls, too; some are in ENDINGS. For
-expected errors, call sys.exit("one line"). Follow two rules:
-
-  1. All ranks take part in each collective (all-reduce, broadcast, ...), in the same
-     order. If one rank is missing, the others wait for it, so never call a function
-     that "all ranks call" under `if rank == 0`.
+For a new project, copy the file and replace the sections MODEL and DATA, and --data in
+OPTIONS. For a script of your own, put the file beside it, `import ddp_train as ddp`,
+and call what you need from PIECES. Or copy a piece with all that it calls: the comment
+at the top of its section lists the imports. Follow two rules:
+  1. All ranks make each collective, in the same order. If one is missing, the others
+     wait for it: never call what "all ranks call" under `if rank == 0`.
   2. Whatever decides what happens next (a stop, a learning rate, a best score) must be
      the same on all ranks: compute it from numbers that they all agree on.
 """
@@ -51,6 +60,7 @@ expected errors, call sys.exit("one line"). Follow two rules:
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import fcntl
 import json
 import math
@@ -64,6 +74,7 @@ import time
 import traceback
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy
@@ -77,7 +88,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 # ---- MODEL: replace it ---------------------------------------------------------------
 # {option: (default, help)}. A default is a number or a string; use 0 or 1 for a switch.
-# You cannot change these when you resume. OPTIONS lists those that must be above 0.
+# You cannot change these when you resume. RANGES lists those that may be 0.
 MODEL_OPTIONS = {
     "layers": (2, "number of transformer blocks"),
     "heads": (4, "attention heads"),
@@ -97,8 +108,7 @@ class ByteTransformer(nn.Module):
         # By default the standard deviation of an embedding is 1, which is too large.
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
-        options = {"activation": "gelu", "bias": False}
-        options |= {"batch_first": True, "norm_first": True}
+        options = dict(activation="gelu", bias=False, batch_first=True, norm_first=True)
         self.blocks = nn.ModuleList()
         for _ in range(layers):
             block = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout, **options)
@@ -118,8 +128,6 @@ class ByteTransformer(nn.Module):
 def build_model(args):
     if args.dim % args.heads != 0:
         sys.exit(f"--dim {args.dim} is not divisible by --heads {args.heads}")
-    if not 0 <= args.dropout <= 1:
-        sys.exit(f"--dropout {args.dropout} must be from 0 to 1")
     shape = args.layers, args.heads, args.dim, args.seq_len
     return ByteTransformer(*shape, args.dropout)
 
@@ -133,7 +141,7 @@ def compute_loss(model, batch):
 
     The model may be the DDP wrapper, so only call it. Averaging over tokens works only
     if every sample has the same number of tokens, because every batch counts equally.
-    Every trained weight must contribute to the loss, or DDP fails.
+    Every trained weight must contribute to the loss, or DDP fails in the second step.
     """
     x, y = batch
     logits = model(x)
@@ -151,8 +159,8 @@ def load_data(args):
     """Training set, validation set (the last 5%), and a string that names the data.
 
     All ranks call it at the same time, so download the data before the run, not here.
-    The run exits if the string differs between ranks or from the checkpoint's. Choose
-    something that changes when the data does: a checksum, a version, a date.
+    The run exits if the string differs between ranks or from the checkpoint's: choose
+    a checksum, a version, or a date. List new options for data in MUST_NOT_CHANGE.
     """
     # By default, train on a file shipped with Python: its help topics.
     path = args.data or Path(os.__file__).parent / "pydoc_data/topics.py"
@@ -172,7 +180,7 @@ def load_data(args):
 
 
 # ---- THE RUN -------------------------------------------------------------------------
-MAY_DIFFER = ["out", "workers", "local_rank"]  # between ranks
+MAY_DIFFER = ["out", "workers"]  # between ranks
 MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # on resume
 
 
@@ -180,7 +188,7 @@ def main(argv=None):
     args = parse_args(argv)
     with distributed(args.device, args.timeout) as device:
         stopped_by = train(args, device)
-    # With --max_restarts, torchrun would restart a stopped rank whose code is not 0.
+    # Under torchrun exit with 0, or --max_restarts would restart the stopped rank.
     if stopped_by and not dist.is_torchelastic_launched():
         sys.exit(128 + stopped_by)
 
@@ -197,9 +205,10 @@ def train(args, device):
     optimizer = build_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the peak; torch's schedulers use this name
+    optimizer.state_dict()  # if that fails, as in ZeroRedundancyOptimizer, fail now
     n = len(train_set)
     global_batch = args.batch_size * args.accum * world_size  # samples per step
-    used = n - n % global_batch  # samples per epoch; the rest is left over
+    used = n - n % global_batch  # samples per epoch: of 1001, in steps of 32, 992
     # {name: string} of what must match on all ranks, and is compared on resume
     settings = {name: str(value) for name, value in vars(args).items()}
     for name in MAY_DIFFER:
@@ -218,20 +227,21 @@ def train(args, device):
     lock(folder)
     # done: samples of this epoch trained on so far, by all ranks together
     step, epoch, done, evaluation_due = resume(path, model, optimizer, settings)
+    # Not `used - done`: this epoch may have begun with a different global batch.
     samples_left = n - done + (args.epochs - epoch - 1) * used
     last_step = args.max_steps or step + samples_left // global_batch
 
-    wrapped = model  # train this one
+    wrapped = model  # call it to train; its weights are those of model, not a copy
     if world_size > 1:
         # DDP: copy rank 0's weights to all ranks, then average the gradients in each
-        # backward(). gradient_as_bucket_view saves memory: one copy of the gradients.
+        # backward(). gradient_as_bucket_view saves a copy of them, except with --accum.
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     loading = loading_options(device, args.workers, args.timeout)
-    # DDP: without this sampler all ranks would train on the same samples.
+    # DDP: each rank has its own share of the samples. With shuffle=True they overlap.
     sampler = ResumableSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, **loading)
     # DDP: rank r validates samples r, r + W, r + 2W, ...: each one counts once.
@@ -242,7 +252,7 @@ def train(args, device):
     say(f"global batch: {global_batch} samples; an epoch: {n}, {n - used} left over")
     say(f"from step {step} to {last_step}")
     stop = StopSignal()
-    if evaluation_due or step >= last_step:  # it may have been lost to a stop or a kill
+    if evaluation_due or step >= last_step:  # the last launch may have ended before it
         with autocast:
             log(folder, step, evaluate(model, score, val_loader, device))
     if step >= last_step:
@@ -253,8 +263,7 @@ def train(args, device):
     eval_every = args.eval_every or last_step
     results = []  # of the steps since the last log line, kept on the device
     while step < last_step:
-        # DDP: shuffle differently in each epoch, but in the same way on all ranks.
-        sampler.set_epoch(epoch, done)
+        sampler.set_epoch(epoch, done)  # a new order, the same on all ranks
         seed_all("load", args.seed, step, rank)
         batches = iter(loader)
         steps = min(last_step - step, (n - done) // global_batch)
@@ -273,9 +282,7 @@ def train(args, device):
             step += 1
             done += global_batch
 
-            # DDP: all ranks get the same answer. Otherwise one would stop while the
-            # others wait for it.
-            stopped_by = stop.requested()
+            stopped_by = stop.requested()  # the same answer on all ranks
             # Save before a stop or an evaluation. Log before each save, because that
             # finds NaN and ranks that have diverged.
             evaluation_due = i == steps - 1 or step % eval_every == 0
@@ -320,21 +327,20 @@ def resume(path, model, optimizer, settings):
     try:
         for name, before in saved["settings"].items():
             value = settings.get(name)
-            if value == before:
-                continue
-            if name in MUST_NOT_CHANGE:
+            if value != before and name in MUST_NOT_CHANGE:
                 sys.exit(f"{path} has {name} {before}, not {value}: use another --out")
-            say(f"{name} is {value}, it was {before}")
-            if name in ["epochs", "max_steps"]:
-                say("so the learning rate follows the new schedule, and may jump")
+            if value != before:
+                say(f"{name} is {value}, it was {before}")
         model.load_state_dict(saved["model"])
-        # The moments come from the checkpoint, but options such as weight decay come
-        # from this launch: load_state_dict() replaces them, so put them back.
-        options = optimizer.state_dict()["param_groups"]
+        # This also restores old options, such as weight decay. Put this launch's back.
+        options = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": options})
+        for group, now in zip(optimizer.param_groups, options, strict=True):
+            group.update(now)
         return saved["step"], saved["epoch"], saved["done"], saved["evaluation_due"]
-    except Exception as error:  # torch can raise anything
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if "memory" in str(error):  # the GPU's or the CPU's is full
+            raise
         sys.exit(f"{path} does not fit this program: use another --out. {error!r}")
 
 
@@ -348,8 +354,7 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
         batch = to_device(next(batches), device)
         context = contextlib.nullcontext()
         if i < args.accum - 1 and dist.get_world_size() > 1:
-            # DDP: only add up gradients. The last backward() of the step averages the
-            # sum, which is faster than averaging each time.
+            # DDP: only add up gradients. The last backward() of the step averages them.
             context = wrapped.no_sync()
         with context:
             with autocast:
@@ -388,38 +393,35 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 def distributed(device="auto", timeout=600):
     """Wrap all distributed code in `with distributed() as device:`.
 
-    If one of several ranks fails, it says why and exits immediately, and torchrun ends
-    the others. sys.exit(0) is not a failure if all ranks call it. At the end the ranks
-    wait for each other, without a time limit.
+    If one of several ranks fails, it says why and exits with 1, and torchrun ends the
+    others. For expected errors, call sys.exit("one line"). sys.exit(0) is no failure if
+    all ranks call it. At the end they wait for each other, at most `timeout` seconds.
     """
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     device = init_distributed(device, timeout)
     try:
-        # Only for the final barrier: rank 0 might spend a long time exporting a model.
-        patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
         yield device
         # DDP: leave together. A rank that exits early may make the others fail.
-        dist.barrier(patient)
+        dist.barrier()
     except BaseException as error:
-        has_failed = not isinstance(error, SystemExit) or error.code
-        if has_failed and dist.get_world_size() > 1:
-            end_this_rank(error)  # the process ends here
-        raise
-    finally:
+        is_exit_0 = isinstance(error, SystemExit) and not error.code
+        if dist.get_world_size() > 1 and not is_exit_0:
+            end_this_rank(error)
         leave(handlers)
+        raise
+    leave(handlers)
 
 
 def init_distributed(device="auto", timeout=600):
     """Join the process group and return this rank's device. All ranks call it.
 
     torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
-    them this process is a group of one, whose collectives return immediately.
-    timeout: how long a collective waits for the other ranks, in seconds.
+    RANK the group is this process alone. timeout: seconds that a collective may take.
     """
     device = choose_device(device)
     if "RANK" in os.environ:
-        # NCCL connects GPUs, gloo connects CPUs. We use both, so that requested() and
-        # all_gather() never wait for a busy GPU.
+        # The device of a tensor decides: NCCL connects GPUs, gloo connects CPUs. So
+        # requested() and all_gather(), on CPU tensors, never wait for a busy GPU.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -427,6 +429,10 @@ def init_distributed(device="auto", timeout=600):
         # DDP: join the other ranks.
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     else:
+        size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE")
+        if int(size or 1) > 1:
+            use = "torchrun, or mpirun -N 1 ./run_multi_node.sh"
+            sys.exit(f"mpirun started {size} runs that each train alone: use {use}")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -435,11 +441,9 @@ def choose_device(name):
     """This rank's device. "auto": an NVIDIA or AMD GPU, or the CPU if there is none."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    # DDP: rank i of this machine (its local rank) takes GPU i.
+    # Rank i of this machine (its local rank) takes GPU i.
     index = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
-    if gpus == 1 and not dist.is_torchelastic_launched():
-        index = 0  # with Slurm's --gpus-per-task=1 each rank sees its own GPU as GPU 0
     if index >= gpus:
         sys.exit(f"local rank {index} needs a GPU, but torch finds {gpus} here")
     torch.cuda.set_device(index)
@@ -467,13 +471,15 @@ def check_alike(settings):
 
 
 # ---- Batches
-# Imports: multiprocessing, numpy, os, random, signal, zlib, torch, DistributedSampler
+# Imports: multiprocessing, numpy, os, random, signal, zlib, Mapping, torch,
+# DistributedSampler
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that can resume mid-epoch, on any number of ranks.
 
     The order depends only on the seed and the epoch. Samples are dealt out in turn,
     like cards: rank r of W gets positions r, r + W, r + 2W, .... So the samples done so
     far are always the first ones of the order. Call set_epoch() before each epoch.
+    The attributes rank and num_replicas (the world size) come from DistributedSampler.
     """
 
     def __init__(self, dataset, seed):
@@ -497,13 +503,15 @@ class ResumableSampler(DistributedSampler):
 
 
 def to_device(batch, device):
-    """Move tensors, even in tuples, lists or dicts. A tuple becomes a list."""
+    """A batch with its tensors on the device: also those in tuples, lists, mappings."""
     if hasattr(batch, "to"):  # a tensor, or another library's batch
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, Mapping):
+        moved = {name: to_device(value, device) for name, value in batch.items()}
+        return moved if isinstance(batch, dict) else type(batch)(moved)
     if isinstance(batch, (tuple, list)):
-        return [to_device(value, device) for value in batch]
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
 
 
@@ -512,8 +520,7 @@ def seed_all(*values):
 
     train() uses three seeds:
       "start"  is the same on all ranks, so that initial weights and random splits match
-      "load"   differs between ranks: workers are seeded from it once, when they start,
-               and each rank's workers should draw their own augmentation
+      "load"   differs between ranks: workers are seeded from it once, at their start
       "step"   differs between ranks and steps: each rank draws its own dropout, and a
                resumed run draws the same as an uninterrupted one
     """
@@ -548,29 +555,30 @@ def ignore_signals(worker):
 
 
 # ---- Numbers: average, compare, evaluate, log
-# Imports: contextlib, json, math, os, sys, Path, torch, nn, dist
+# Imports: contextlib, json, os, sys, Path, torch, nn, dist
 def mean_over_ranks(results):
-    """[{name: tensor}], one per step -> {name: mean over steps and ranks}.
+    """[{name: number or tensor}], one per step -> {name: mean over steps and ranks}.
 
-    All ranks call it and get the same numbers. It waits until the GPU catches up.
+    All ranks call it, with the same names in each step. It waits for the GPU.
     """
-    names = sorted(results[0])  # in the same order on all ranks
-    rows = [torch.stack([row[name].squeeze() for name in names]) for row in results]
-    means = torch.stack(rows).double().mean(0).cpu()
+    seen = set().union(*all_gather({tuple(sorted(row)) for row in results}))
+    if len(seen) > 1:
+        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {seen}")
+    names = sorted(results[0])
+    rows = [[float(row[name]) for name in names] for row in results]
+    means = torch.tensor(rows, dtype=torch.float64).mean(0)
     # DDP: the mean over all ranks. Otherwise the log has only rank 0's loss.
     dist.all_reduce(means)
     means /= dist.get_world_size()
-    by_name = dict(zip(names, means.tolist(), strict=True))
-    return {name: by_name[name] for name in results[0]}
+    return {name: float(means[names.index(name)]) for name in results[0]}
 
 
 def check_together(results, model):
     """Exit on all ranks if their models have diverged. All ranks call it.
 
-    DDP keeps weights and gradients equal, unless a step calls the model without DDP, or
-    a rank uses a different learning rate, or changes its weights on its own. This
-    compares two norms: of all weights, and of the last gradient, which must be in
-    results[-1]["grad_norm"]. This catches most mistakes, but not all.
+    DDP keeps them equal, unless a step calls the model without DDP, or a rank has its
+    own learning rate, or changes its weights on its own. This compares two norms: of
+    all weights, and of the last gradient, results[-1]["grad_norm"].
     """
     norms = [weight.detach().float().norm() for weight in model.parameters()]
     norms = [float(nn.utils.get_total_norm(norms)), float(results[-1]["grad_norm"])]
@@ -586,18 +594,16 @@ def evaluate(model, score_fn, loader, device):
     """Sum score_fn(model, batch) over all batches, and divide by the sum of "count".
 
     All ranks call it, each with its own batches, and get the same {name: mean}. Pass
-    the model, not its DDP wrapper: DDP's forward() may wait for the other ranks, and
-    one of them may have one batch fewer.
+    the model, not its DDP wrapper, whose forward() may wait for the other ranks.
     """
     if dist.get_world_size() > 1:
-        # DDP: batch norm's running means differ between ranks. We save rank 0's, so
-        # evaluate with those.
-        saved = model.state_dict()
+        # Batch norm's running means differ between ranks. Rank 0's are saved: use them.
+        names = model.state_dict()
         for name, buffer in model.named_buffers():
-            if name in saved:
-                copy = buffer.contiguous()  # NCCL sends only contiguous tensors
-                dist.broadcast(copy, src=0)
-                buffer.copy_(copy)
+            if name in names:
+                sent = buffer.contiguous()  # a copy if NCCL could not send it as it is
+                dist.broadcast(sent, src=0)
+                buffer.copy_(sent)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = {}
@@ -628,23 +634,17 @@ def write(descriptor, line):
 
 def say(line):
     """Print a line, on rank 0 only."""
-    if dist.get_rank() == 0:  # DDP: otherwise each line appears once per rank
+    if dist.get_rank() == 0:
         write(1, line)
 
 
 def log(folder, step, means):
     """Rank 0 prints a line and adds it to metrics.jsonl. means: {name: number}"""
-    if dist.get_rank() > 0 or not means:  # DDP: one rank writes
+    if dist.get_rank() > 0 or not means:
         return
     say("  ".join([f"step {step}", *[f"{k} {v:.5g}" for k, v in means.items()]]))
-    record = {"step": step}
-    for name, value in means.items():
-        record[name] = value if math.isfinite(value) else None  # JSON has no NaN
-    try:
-        with open(Path(folder, "metrics.jsonl"), "a") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:  # a full disk must not end the run before it has saved
-        say(f"warning: cannot write metrics.jsonl: {error}")
+    with open(Path(folder, "metrics.jsonl"), "a") as file:
+        file.write(json.dumps({"step": step, **means}) + "\n")
 
 
 # ---- Checkpoint
@@ -655,7 +655,7 @@ def save_checkpoint(path, step, **content):
     content: tensors and plain Python, such as a state_dict(). It does no communication,
     so all ranks may call it, or rank 0 alone.
     """
-    if dist.get_rank() > 0:  # DDP: only rank 0 saves
+    if dist.get_rank() > 0:
         return
     path = Path(path)
     beside = path.with_suffix(".tmp")
@@ -752,10 +752,8 @@ class StopSignal:
 
 
 # ---- OPTIONS -------------------------------------------------------------------------
-ABOVE_ZERO = ["layers", "heads", "dim", "seq_len", "epochs", "max_steps", "batch_size"]
-ABOVE_ZERO += ["accum", "lr", "grad_clip", "timeout"]
-ABOVE_ZERO += ["log_every", "eval_every", "save_every"]
-RANGES = {"warmup": (0, 1), "workers": (0, 1000), "seed": (0, 2**63)}  # low <= x < high
+# low <= x < high. All other numbers must be above 0, unless that is their default.
+RANGES = {"dropout": (0, 2), "warmup": (0, 1), "workers": (0, 1000), "seed": (0, 2**63)}
 
 
 def parse_args(argv=None):
@@ -783,41 +781,40 @@ def parse_args(argv=None):
     add("--save_every", type=int, default=100, help="steps; also before an evaluation")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPU")
     add("--timeout", type=int, default=600, help="seconds to wait for a rank or worker")
-    # The old launcher, torch.distributed.launch, passes this. It is not needed.
-    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    for name in ABOVE_ZERO:
-        value = getattr(args, name, None)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"argument --{name}: {value} must be above 0 and finite")
-    for name, (low, high) in RANGES.items():
-        value = getattr(args, name)
-        if not low <= value < high:
-            parser.error(f"argument --{name}: {value} is not in [{low}, {high})")
+    for name, value in vars(args).items():
+        low, high = RANGES.get(name, (1e-300, math.inf))
+        is_number = type(value) in (int, float) and value != parser.get_default(name)
+        if is_number and not low <= value < high:
+            parser.error(f"argument --{name}: {value} is out of range")
     return args
 
 
 # ---- ENDINGS: skip on a first read ---------------------------------------------------
 # ---- Failure and cleanup
-# Imports: multiprocessing, os, signal, sys, time, traceback, dist, get_error_handler
+# Imports: faulthandler, multiprocessing, signal, sys, time, traceback, dist,
+# get_error_handler
 def end_this_rank(error):
-    """Say why and end the process. A normal exit could wait for the others forever."""
-    try:
-        text = error.code if isinstance(error, SystemExit) else repr(error)
-        write(2, f"error: rank {dist.get_rank()}: {text}")
-        # No traceback for sys.exit("text"), nor for "Connection closed by peer", which
-        # only means that another rank has failed.
-        follows = isinstance(error, RuntimeError) and "by peer" in text
-        if not isinstance(error, SystemExit) and not follows:
-            traceback.print_exception(error)
-        sys.stdout.flush()
-        kill_workers()
-        get_error_handler().record_exception(error)  # for torchrun's summary
-        # The others fail as soon as this rank is gone. torchrun blames the earliest
-        # failure, but counts in whole seconds. Wait, so that the others fail later.
-        time.sleep(1.1)
-    finally:
-        os._exit(1)
+    """Say why, and raise SystemExit, so that the caller's `finally` and atexit run."""
+    # If the exit hangs, print where, and end it. After Python's end, the alarm ends it.
+    faulthandler.dump_traceback_later(30, exit=True, file=2)
+    signal.alarm(35)
+    for number in STOP_SIGNALS:  # torchrun sends them when another rank has failed
+        signal.signal(number, signal.SIG_IGN)
+    kill_workers()
+    get_error_handler().record_exception(error)  # for torchrun's summary
+    text = error.code if isinstance(error, SystemExit) else repr(error)
+    if isinstance(error, RuntimeError) and "by peer" in text:
+        # Another rank failed, or is in a different collective: no traceback, one line.
+        calls = traceback.TracebackException.from_exception(error).stack
+        text += f" (in {' > '.join(call.name for call in calls)})"
+    elif not isinstance(error, SystemExit):
+        text = f"{text}\n{''.join(traceback.format_exception(error))}"
+    write(2, f"error: rank {dist.get_rank()}: {text}")
+    # The others fail as soon as this rank is gone. torchrun blames the earliest
+    # failure, but counts in whole seconds. Wait, so that the others fail later.
+    time.sleep(1.1)
+    sys.exit(1)
 
 
 def leave(handlers):
@@ -833,11 +830,14 @@ def leave(handlers):
 
 def kill_workers():
     """Kill all daemon processes. Workers ignore SIGTERM, so exit would hang."""
-    # Torch's own handler would raise an error when a worker is killed.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Torch's handler would raise an error for each. It is set once per process, so put
+    # it back: in a second distributed() it notices a worker that was killed.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
+            process.join()
+    signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 if __name__ == "__main__":
