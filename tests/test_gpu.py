@@ -246,19 +246,14 @@ def test_two_compiled_ranks_with_accumulation_do_not_recompile(options, seen):
 
 
 @needs_gpu
-@pytest.mark.parametrize("visible", ["all", "one"])
-def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_it_sees(visible):
-    gpus = harness.VISIBLE.split(",")
-    for rank, gpu in enumerate(gpus):
-        env = {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": gpu}
-        if visible == "all":
-            env["CUDA_VISIBLE_DEVICES"] = harness.VISIBLE
-        code = "import ddp_train; print(ddp_train.choose_device('auto'))"
-        said = launch(sys.executable, "-c", code, env=env).end()
-        assert said == f"cuda:{rank if visible == 'all' else 0}\n"
-    env |= {"LOCAL_RANK": str(len(gpus)), "TORCHELASTIC_RUN_ID": "a run"}
-    said = launch(sys.executable, "-c", code, env=env).end(1)
-    assert f"local rank {len(gpus)} needs a GPU, but torch finds " in said
+def test_rank_takes_the_gpu_of_its_local_rank():
+    code = "import ddp_train; print(ddp_train.choose_device('auto'))"
+    for rank in range(GPUS + 1):
+        run = launch(sys.executable, "-c", code, env={"LOCAL_RANK": str(rank)})
+        if rank < GPUS:
+            assert run.end() == f"cuda:{rank}\n"
+        else:
+            assert f"local rank {rank} needs a GPU, but torch finds" in run.end(1)
 
 
 @needs_gpu
@@ -351,7 +346,8 @@ def test_rank_that_fails_loses_nothing_of_the_script(
     seconds = time.monotonic() - began
     seen(f"all ended after {seconds:.0f} s")
     assert seconds < 30
-    assert re.search("boom(.*\n)*its finally runs\n(.*\n)*its exit hook runs\n", said)
+    assert "boom" in said
+    assert re.search("its finally runs\n(.*\n)*its exit hook runs\n", said)
     file = tmp_path / f"file{size - 1}"
     assert file.read_text() == "written, and not flushed"
 
