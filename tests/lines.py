@@ -5,23 +5,23 @@
     make test-lines ARGS="--values --sample 20"    twenty at random
     make test-lines ARGS="--values --line 250"     those on this line
     make test-lines ARGS="--kind name --keep FOLDER"
-        One kind. The folder keeps what was found, and which tests reach which line:
-        the next run with it does the rest.
+        One kind. The folder keeps what was found: the next run does the rest.
 
 Each statement from THE RUN on becomes `pass`, and each condition True, and False.
 --values: see find_values(), and MISTAKES. They include MODEL and DATA: a wrong number
-there trains a wrong model. For each change the tests that reach its line run until one
-fails: first those that are fast or have noticed many changes. Survivors are listed at
-the end. For each, remove the line, add a test, or give the reason in EXCEPTIONS.
+there trains a wrong model. For each change the tests run until one fails: first those
+that are fast, or have noticed changes near to it. Survivors are listed at the end. For
+each, remove the line, add a test, or give the reason in EXCEPTIONS.
 
-A test that fails for another reason must not count. So the same tests also run without
-a change, at first and at the end, as many side by side. And what was noticed only by a
+A test that fails for another reason must not count. So the tests also run without a
+change, at first and at the end, as many side by side. And what was noticed only by a
 time limit or by a strange exit runs again, alone: what that finds is what counts.
 """
 
 import argparse
 import ast
 import collections
+import functools
 import itertools
 import json
 import os
@@ -32,7 +32,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +48,7 @@ TESTS = ROOT / "test_ddp_train.py"
 GPU = "a GPU, see tests/test_gpu.py: "
 MEMORY = "memory: to send a file takes several times its size, see docs/launch.md"
 # {part of one change: why no test on a CPU can notice it, or needs to}
-# Without a "{" it is a line that no test reaches.
+# Without a "{" it is a whole line.
 EXCEPTIONS = {
     "if {world_size > 1 -> True": "speed: one process needs no DDP (make bench)",
     "if dist.get_world_size() {> -> >=} 1:": "speed: nor does it need a broadcast",
@@ -126,25 +125,7 @@ MISTAKES = {
     ),
 }
 SURVIVED, NOT_SURE = "SURVIVED", "not sure"
-SHARED = {"layouts", "plain", "untouched"}  # the first test that needs them makes them
-UNTRACED = "full_disk|cannot_be_written|worker|pieces_work"  # these reach unknown lines
 TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
-TRACER = """
-import contextlib, os, sys, threading
-traced = os.environ.get("TRACED")
-def trace(frame, event, arg, seen=set()):
-    if frame.f_code.co_filename != traced:
-        return None
-    mark = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], frame.f_lineno
-    if mark not in seen:
-        seen.add(mark)
-        with contextlib.suppress(OSError), open(os.environ["TRACE"], "a") as file:
-            file.write(f"{mark[0]}\\t{mark[1]}\\n")
-    return trace
-if traced:
-    threading.settrace(trace)
-    sys.settrace(trace)
-"""
 
 
 # ---- What is changed -----------------------------------------------------------------
@@ -161,8 +142,6 @@ class Change(NamedTuple):
     kind: str
     line: int
     text: str  # of the changed program
-    lines: range = range(0)  # tests that reach one of these lines may notice it
-    tests: list = ()  # or these, if nothing is changed
 
 
 def find_statements(node):
@@ -298,7 +277,7 @@ def find_changes():
     """{what is changed: Change}"""
     changes = {}
 
-    def add(kind, begin, end, new, lines=None):
+    def add(kind, begin, end, new):
         old = " ".join(text[begin:end].split())[:60]
         shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new.strip()
         before = text[:begin].rpartition("\n")[2]
@@ -306,61 +285,59 @@ def find_changes():
         what = " ".join(f"{before}{{{old} -> {shown}}}{after}".split())
         while what in changes:
             what += " again"
-        line = text[:begin].count("\n") + 1
         changed = text[:begin] + new + text[end:]
-        lines = lines or range(line, text[:end].count("\n") + 2)
-        changes[what] = Change(kind, line, changed, lines)
+        changes[what] = Change(kind, text[:begin].count("\n") + 1, changed)
 
     text = SCRIPT.read_text()
     assert text.isascii()  # ast counts bytes
     lengths = map(len, text.splitlines(keepends=True))
     starts = list(itertools.accumulate(lengths, initial=0))
     for node in list(walk(ast.parse(text), starts)):
-        found, statement = [], node
+        found = []
         if getattr(node, "begin", 0) > text.index("# ---- MODEL"):
             found += find_values(node, text)
         if getattr(node, "begin", 0) > text.index("# ---- THE RUN"):
             found += find_statements(node)
-        if found:
-            while not isinstance(statement, ast.stmt):
-                statement = statement.parent
-            lines = range(statement.lineno, statement.end_lineno + 1)
-            for kind, begin, end, new in found:
-                add(kind, begin, end, new, lines)
+        for one in found:
+            add(*one)
     for right, wrong in MISTAKES.items():
         assert text.count(right) == 1, f"not in the program, or not once: {right}"
         begin = text.index(right)
         add("mistake", begin, begin + len(right), wrong)
+    for part in EXCEPTIONS:
+        number = sum(part in what for what in changes)
+        if number == 0 or (number > 1 and "{" in part):
+            sys.exit(f"an exception for {number} changes, and not for one: {part}")
     return changes
 
 
-# ---- Which tests reach which line ----------------------------------------------------
+# ---- Run -----------------------------------------------------------------------------
 class Tests:
-    """A plugin of pytest: it notes {test: seconds}, and {test: the runs it shares}.
+    """A plugin of pytest: it picks a part of the tests, and notes {test: seconds}.
 
     usual: how many seconds each test takes without a change.
     """
 
-    def __init__(self, usual):
-        self.usual, self.seconds, self.shared = usual, {}, {}
+    def __init__(self, usual, part=0, parts=1):
+        self.usual, self.part, self.parts = usual, part, parts
+        self.seconds = collections.Counter()
 
     def pytest_collection_modifyitems(self, items):
-        for item in items:
-            self.shared[item.nodeid] = SHARED & set(item.fixturenames)
+        items[:] = items[self.part :: self.parts]
 
     def pytest_runtest_setup(self, item):
         """A change may make the program hang. The shorter a test, the less it waits."""
         if item.nodeid in self.usual:
-            harness.DEADLINE = int(15 + 5 * self.usual[item.nodeid])
+            harness.DEADLINE = int(20 + 5 * self.usual[item.nodeid])
             signal.alarm(3 * harness.DEADLINE)
 
     def pytest_runtest_logreport(self, report):
-        so_far = self.seconds.get(report.nodeid, 0)
-        self.seconds[report.nodeid] = so_far + report.duration
+        self.seconds[report.nodeid] += report.duration
 
 
-def run_pytest(folder, text, tests, *words):
+def run_pytest(folder, text, tests, words):
     """pytest with this text in place of ddp_train.py, also in what the tests start."""
+    signal.alarm(0)  # each test has its own
     script = folder / SCRIPT.name
     script.write_text(text)
     sys.path.insert(0, str(folder))
@@ -369,89 +346,23 @@ def run_pytest(folder, text, tests, *words):
         delattr(ddp_train, name)  # what is taken away must not stay from before
     try:
         exec(compile(text, script, "exec"), vars(ddp_train))
-    except Exception:
-        traceback.print_exc()
-        print("FAILED at the import", flush=True)
-        return 1
+    except Exception as error:
+        print(f"FAILED at the import - {error!r}", flush=True)
+        sys.exit(1)
     sys.dont_write_bytecode = False  # compile the tests once, see sys.pycache_prefix
     options = ["-x", "-q", "-p", "no:xdist", "--rootdir", ROOT, "--basetemp"]
     options += [folder / "nested", "--import-mode=append"]  # workers import it, too
     words = [*options, "-o", f"pythonpath={folder} {ROOT}/tests", *words]
-    return int(pytest.main([str(word) for word in words], plugins=[tests]))
-
-
-def trace_tests():
-    """{"seconds": {test: seconds}, "reached": {line: [tests]}}"""
-    folder = Path(tempfile.mkdtemp())
-
-    def run():
-        signal.alarm(0)  # it takes longer than a test may
-        (folder / "sitecustomize.py").write_text(TRACER)
-        os.environ["TRACED"] = str(folder / SCRIPT.name)
-        os.environ["TRACE"] = str(folder / "trace")
-        exec(TRACER, {})
-        tests = Tests({})
-        text = SCRIPT.read_text()
-        code = run_pytest(folder, text, tests, "-k", TEXT_TESTS, TESTS)
-        return code, tests.seconds, tests.shared
-
-    [tracing] = fork_ranks(1, run)
-    tracing.process.join()
-    code, seconds, shared = tracing.value
+    code = pytest.main([str(word) for word in words], plugins=[tests])
     if code != 0:
-        print(tracing.text[-3000:])
-        sys.exit("it fails without any change: mend this first")
-    reached = collections.defaultdict(set)
-    for row in set((folder / "trace").read_text().splitlines()):
-        test, line = row.split("\t")
-        reached[line].add(test)
-    for line, tests in reached.items():
-        runs = set().union(*[shared.get(test, set()) for test in tests])
-        tests |= {test for test in shared if shared[test] & runs}
-        if "" in tests:  # at the import: any test may notice it
-            tests |= set(seconds)
-        reached[line] = sorted(tests & set(seconds))
-    for test in seconds:
-        seconds[test] += 3 * len(shared[test])  # alone, it must make them
-    return {"seconds": seconds, "reached": reached}
+        sys.exit(int(code))
+    return tests.seconds
 
 
-def read_trace(file):
-    """From this file, if the program and its tests are still the same."""
-    version = zlib.crc32(SCRIPT.read_bytes() + TESTS.read_bytes())
-    if file.exists():
-        trace = json.loads(file.read_text())
-        if trace["version"] == version:
-            return trace
-    trace = {**trace_tests(), "version": version}
-    file.write_text(json.dumps(trace))
-    return trace
-
-
-# ---- Run -----------------------------------------------------------------------------
-def tests_for(change, trace, noticed):
-    """First those that are fast, or have noticed many changes."""
-    if change.kind == "control":
-        return change.tests
-    seconds = trace["seconds"]
-    names = {name for name in seconds if re.search(UNTRACED, name)}
-    for line in change.lines:
-        names |= set(trace["reached"].get(str(line), []))
-
-    def cost(name):
-        return seconds[name] / (1 + noticed[f"FAILED {name}"])
-
-    return sorted(names, key=cost)
-
-
-def start(text, names, seconds):
+def start(text, tests, words):
     folder = Path(tempfile.mkdtemp())
-
-    def run():
-        if names:
-            sys.exit(run_pytest(folder, text, Tests(seconds), *names))
-
     harness.STARTED.clear()  # the first test would end these
+    run = functools.partial(run_pytest, folder, text, tests, words)
     [process] = fork_ranks(1, run)
     process.folder = folder
     return process
@@ -459,9 +370,10 @@ def start(text, names, seconds):
 
 def verdict(process):
     """Which test has noticed it, or why it is not sure that one has."""
+    shutil.rmtree(process.folder, ignore_errors=True)
     said = process.text
     failed = re.search("^((?:FAILED|ERROR) .*?)( - .*)?$", said, re.MULTILINE)
-    if process.code in (0, 5):
+    if process.code == 0:
         return SURVIVED
     if process.code not in (1, 2) or not failed:
         return f"{NOT_SURE}: exit code {process.code}"
@@ -470,75 +382,85 @@ def verdict(process):
     return failed[1]
 
 
-def read_log(log):
-    """{what: which test has noticed it, or that none has}"""
-    log.touch()
-    rows = [row.split("\t") for row in log.read_text().splitlines()]
-    return {what: found for found, what in rows}
+def run_unchanged(words, usual, jobs):
+    """These tests without a change, so many side by side. Returns {test: seconds}."""
+    text = SCRIPT.read_text()
+    parts = [start(text, Tests(usual, part, jobs), words) for part in range(jobs)]
+    seconds = {}
+    for process in parts:
+        while process.code is None:
+            time.sleep(0.1)
+        if verdict(process) != SURVIVED:
+            print(process.text[-3000:])
+            sys.exit("tests fail without a change, so nothing is shown")
+        seconds |= process.value
+    return seconds
 
 
-def run_all(changes, trace, log, jobs):
-    """Those that are not in the log yet, so many side by side."""
-    noticed = collections.Counter(read_log(log).values())
-    waiting = [what for what in changes if what not in read_log(log)]
-    total, running = len(waiting), {}
+def measure(keep, jobs):
+    """{test: seconds}, from the folder if the program and its tests are the same."""
+    version = zlib.crc32(SCRIPT.read_bytes() + TESTS.read_bytes())
+    file = keep / f"seconds.{version}"
+    if not file.exists():
+        file.write_text(json.dumps(run_unchanged([TESTS, "-k", TEXT_TESTS], {}, jobs)))
+    return json.loads(file.read_text())
+
+
+def read_log(keep):
+    """{what: (which test has noticed it, or that none has; the line)}"""
+    (keep / "log").touch()
+    rows = [row.split("\t") for row in (keep / "log").read_text().splitlines()]
+    return {what: (found, int(line)) for found, line, what in rows}
+
+
+def order(usual, change, log):
+    """All tests: first those that are fast, or have noticed changes near to it."""
+    near = collections.Counter()
+    for found, line in log.values():
+        near[found.removeprefix("FAILED ")] += 1 / (1 + abs(line - change.line))
+
+    def cost(test):
+        return usual[test] / (0.01 + near[test])
+
+    return sorted(usual, key=cost)
+
+
+def run_all(changes, usual, keep, jobs):
+    """So many side by side, those that are not in the log yet. Returns {what: found}"""
+    waiting = [what for what in changes if what not in read_log(keep)]
+    total = len(waiting)
+    running = {}
     while waiting or running:
         if waiting and len(running) < jobs:
             change = changes[waiting[0]]
-            names = tests_for(change, trace, noticed)
-            process = start(change.text, names, trace["seconds"])
-            running[process] = waiting.pop(0)
+            words = order(usual, change, read_log(keep))
+            running[start(change.text, Tests(usual), words)] = waiting.pop(0)
         for process in [process for process in running if process.code is not None]:
             what = running.pop(process)
-            shutil.rmtree(process.folder, ignore_errors=True)
             found = verdict(process)
-            noticed[found] += 1
-            with open(log, "a") as file:
-                file.write(f"{found}\t{what}\n")
+            line = changes[what].line
+            with open(keep / "log", "a") as file:
+                file.write(f"{found}\t{line}\t{what}\n")
             number = total - len(waiting) - len(running)
-            place = f"line {changes[what].line}"
-            print(f"{number}/{total}  {place}: {what}: {found}", flush=True)
+            print(f"{number}/{total}  line {line}: {what}: {found}", flush=True)
         time.sleep(0.02)
-    log = read_log(log)
-    return {what: log[what] for what in changes}
+    log = read_log(keep)
+    return {what: log[what][0] for what in changes}
 
 
-def run_unchanged(names, when, trace, log, jobs):
-    """These tests, with as many side by side as with changes: none may fail."""
-    text = SCRIPT.read_text()
-    controls = {}
-    for part in range(jobs):
-        what = f"unchanged, {when}: part {part + 1} of {jobs}"
-        controls[what] = Change("control", 0, text, tests=sorted(names)[part::jobs])
-    found = run_all(controls, trace, log, jobs)
-    if set(found.values()) != {SURVIVED}:
-        sys.exit(f"tests fail without a change, so nothing is shown: {found}")
-
-
-def find_all(changes, trace, log, jobs):
+def find_all(changes, keep, jobs):
     """{what: which test has noticed it, or that none has}"""
-    names = [
-        tests_for(change, trace, collections.Counter()) for change in changes.values()
-    ]
-    run_unchanged(set(sum(names, [])), "at first", trace, log, jobs)
-    found = run_all(changes, trace, log, jobs)
-    again = {what: f"alone: {what}" for what in found if NOT_SURE in found[what]}
-    alone = {again[what]: changes[what] for what in again}
-    alone = run_all(alone, trace, log, 1)
-    found |= {what: alone[again[what]] for what in again}
-    noticed = {name for name in trace["seconds"] if f"FAILED {name}" in found.values()}
-    run_unchanged(noticed, f"after {len(read_log(log))}", trace, log, jobs)
+    usual = measure(keep, jobs)
+    found = run_all(changes, usual, keep, jobs)
+    doubtful = [what for what in found if NOT_SURE in found[what]]
+    alone = run_all(
+        {f"alone: {what}": changes[what] for what in doubtful}, usual, keep, 1
+    )
+    found |= {what: alone[f"alone: {what}"] for what in doubtful}
+    noticed = [test for test in usual if f"FAILED {test}" in found.values()]
+    if noticed:
+        run_unchanged(noticed, usual, jobs)
     return found
-
-
-def check_exceptions(changes, trace):
-    """Each excuses one change, or lines that no test reaches."""
-    for part in EXCEPTIONS:
-        lines = [change.line for what, change in changes.items() if part in what]
-        if "{" not in part and any(str(line) in trace["reached"] for line in lines):
-            sys.exit(f"an exception for a line that a test reaches: {part}")
-        if not lines or ("{" in part and len(lines) > 1):
-            sys.exit(f"an exception for {len(lines)} changes, and not for one: {part}")
 
 
 def report(changes, found):
@@ -584,12 +506,10 @@ def main():
     if args.line:
         chosen = [what for what in chosen if changes[what].line in args.line]
     if args.sample:
-        chosen = [what for what in chosen if what not in read_log(keep / "log")]
+        chosen = [what for what in chosen if what not in read_log(keep)]
         chosen = random.sample(chosen, min(args.sample, len(chosen)))
-    trace = read_trace(keep / "trace")
-    check_exceptions(changes, trace)
     changes = {what: changes[what] for what in chosen}
-    found = find_all(changes, trace, keep / "log", args.jobs)
+    found = find_all(changes, keep, args.jobs)
     sys.exit(report(changes, found) > 0)
 
 
