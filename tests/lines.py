@@ -93,27 +93,19 @@ index gpus, path beside, low high, min max"""
 DROPPED = "double float detach clone contiguous cpu squeeze sorted with_suffix".split()
 # {right lines: a classic mistake that is none of these changes}
 MISTAKES = {
-    "range(rank, len(val_set), world_size)": (
-        "DistributedSampler(val_set, shuffle=False)  # counts padded samples twice"
-    ),
-    "in all_gather({name: float(value) for name, value in sums.items()}):": (
-        "in [{name: float(value) for name, value in sums.items()}]:"
-    ),
+    "range(rank, len(val_set), world_size)": "DistributedSampler(val_set)",  # padded
+    "of_rank in all_gather(": "of_rank in (lambda sums: [sums])(",
     'saved["epoch"], saved["done"]': 'saved["epoch"], 0',
     "weights_only=True": "weights_only=False",
     "block(x, mask, is_causal=True)": "block(x)",
     '= group["initial_lr"] *': '= optimizer.param_groups[0]["initial_lr"] *',
-    "clip_grad_norm_(wrapped.parameters(),": (
-        'clip_grad_norm_(optimizer.param_groups[0]["params"],'
-    ),
+    "wrapped.parameters(), ": 'optimizer.param_groups[0]["params"], ',
     "    if args.compile:": "    if args.compile and world_size == 1:",
     "if not ((rows - rows[0]).abs() <= 1e-6 * rows[0]).all():": (
         "if ((rows - rows[0]).abs() > 1e-6 * rows[0]).any():  # NaN"
     ),
     "= global_batch / seconds": "= global_batch / world_size / seconds",
-    "stopped_by = stop.requested()": (
-        "stopped_by = step % args.log_every == 0 and stop.requested()"
-    ),
+    "= stop.requested()": "= step % args.log_every == 0 and stop.requested()",
     'load_state_dict(saved["model"])': 'load_state_dict(saved["model"], strict=False)',
     "zlib.crc32(data.numpy())": "zlib.crc32(data[:65536].numpy())",
     'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
