@@ -73,6 +73,11 @@ EXCEPTIONS = {
     "dump_traceback_later({30": "longer only waits longer",
     "signal.alarm({35": "longer only waits longer",
     "({1e-300": "a number so small has no use",
+    "DistributedDataParallel({model -> wrapped}": "they are the same there",
+    "check_together(results, {model -> wrapped})": "they have the same weights",
+    "DataLoader(val_set, args.{batch_size -> accum}": "speed: the numbers are the same",
+    "sums.get(name, 0) {+ -> -}": "the count changes its sign, too",
+    "total.get(name, 0) {+ -> -}": "the count changes its sign, too",
     "{dtype=torch.float64 -> nothing}) # one row": "float32 is exact enough, too",
     "{strict=True": "both are always of the same length",
     "{weights_only=True -> nothing": "torch's default since 2.6",
@@ -209,7 +214,8 @@ def find_calls(node, text):
         yield "call", node.func.value.end, node.end, ""
     if isinstance(node.func, ast.Name) and name in [*DROPPED, "min", "max"]:
         for argument in node.args:
-            yield "call", node.begin, node.end, text[argument.begin : argument.end]
+            new = f"({text[argument.begin : argument.end]})"
+            yield "call", node.begin, node.end, new
 
 
 def find_names(node, text):
