@@ -121,7 +121,8 @@ MISTAKES = {
         "accum - 1 and isinstance(wrapped, DistributedDataParallel):"
     ),
 }
-SURVIVED, NOT_SURE = "SURVIVED", "not sure"
+SURVIVED = "SURVIVED"
+NOT_SURE = "not sure"
 TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
 
 
@@ -132,7 +133,8 @@ OPPOSITE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 OPPOSITE |= {"and": "or", "or": "and", "|": "&"}
 OPPOSITE |= {"+": "-", "-": "+", "*": "/", "/": "*", "//": "%", "%": "//"}
 OPPOSITE["**"] = "*"
-NO_ELEMENT, NO_ENTRY = "*()", "**{}"  # of a list, and of a dict or a call
+NO_ELEMENT = "*()"  # of a list
+NO_ENTRY = "**{}"  # of a dict or a call
 
 
 class Change(NamedTuple):
@@ -220,25 +222,29 @@ def find_calls(node, text):
 
 def find_names(node, text):
     """Those of ALIKE: n, args.n and saved["n"]."""
-    whole, end = node, getattr(node, "end", 0)
+    whole = node
     if isinstance(node, ast.Name):
         name = node.id
+        begin = node.begin
     elif isinstance(node, ast.Attribute):
         name = node.attr
+        begin = node.end - len(name)
     elif is_text(node) and isinstance(node.parent, ast.Subscript):
-        name, whole, end = node.value, node.parent, node.end - 1
+        name = node.value
+        begin = node.begin + 1
+        whole = node.parent
     else:
         return
-    begin = end - len(name)
-    is_read = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-    for group in ALIKE.split(",") if is_read else []:
+    if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+        return
+    for group in ALIKE.split(","):
         for pair in itertools.pairwise(group.split()):
             for old, new in (pair, pair[::-1]):
                 is_there = text[whole.begin : begin] + new in text
                 if isinstance(node, ast.Name):
                     is_there = new in node.names
                 if name == old and is_there:
-                    yield "name", begin, end, new
+                    yield "name", begin, begin + len(name), new
 
 
 def is_text(node):
@@ -317,7 +323,9 @@ class Tests:
     """
 
     def __init__(self, usual, part=0, parts=1):
-        self.usual, self.part, self.parts = usual, part, parts
+        self.usual = usual
+        self.part = part
+        self.parts = parts
         self.seconds = collections.Counter()
 
     def pytest_collection_modifyitems(self, items):
