@@ -69,7 +69,6 @@ test-check: .venv/.tests ## does check.py find each fault, and only faults? minu
 	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
 
 test-lines: .venv/.tests ## break ddp_train.py line by line: a test must fail
-	$(PYTEST) -n 4 -m mistakes tests/test_mistakes.py
 	$(VENV_PYTHON) tests/lines.py $(ARGS)
 
 test-gpu: .venv/.tests ## what only a GPU can show, with a table at the end
@@ -90,8 +89,7 @@ bench: setup ## speed against the bare loop, on this machine
 recipe: setup ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
 	@$(VENV_PYTHON) recipes/recipe.py $(R) $(OUT)
 
-figures: setup ## draw the pictures in docs/ from runs on the CPU: two minutes
-	$(PIP) matplotlib==3.11.2
+figures: .venv/.tests ## draw the pictures in docs/ from runs on the CPU: a minute
 	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and tests made; checkpoints stay

@@ -35,8 +35,6 @@ CORES = torch.get_num_threads()
 SMALL = "--device cpu --batch_size 16".split()
 FIRST = 6  # the steps before this one set things up, and do not count
 GPT2 = "--layers 12 --heads 12 --dim 768 --seq_len 1024 --batch_size 32".split()
-# Dense bf16 of the SXM boards, from NVIDIA's data sheets.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 # ---- A process that measures: `bench.py worker RESULT PAIRS LOOPS options` -----------
@@ -141,17 +139,6 @@ def other_rows(folder, data):
         command = [__file__, "worker", folder / "memory", 1, name, *options]
         row(f"peak MiB of a process: {name}", f"{run(1, command)[1]:.0f}")
 
-    code = f"import sys; sys.path[0] = '{SCRIPT.parent}'; import ddp_train; "
-    imports = ["-c", code + "print('step 0 loss')"]
-    first_step = [SCRIPT, *options, "--log_every", 1, "--out"]
-    seconds = {"the first step": [], "the end of the imports": []}
-    for number in range(3):
-        steps, _ = run(1, [*first_step, folder / f"start{number}"])
-        seconds["the first step"].append(steps[0][1])
-        seconds["the end of the imports"].append(run(1, imports)[0][0][1])
-    for what in seconds:
-        row(f"seconds to {what}", f"{statistics.median(seconds[what]):.2f}")
-
     big = "--device cpu --layers 14 --heads 12 --dim 768 --seq_len 64 --batch_size 4"
     few = folder / "few"
     few.write_bytes(data.read_bytes()[:20_000])
@@ -187,27 +174,18 @@ def gpu_rows(folder, pairs=3):
     name = torch.cuda.get_device_name()
     data = folder / "text"
     data.write_bytes(SCRIPT.read_bytes() * 200)  # 200 batches
-    args = ddp_train.parse_args(GPT2)
-    parameters = sum(p.numel() for p in ddp_train.build_model(args).parameters())
-    # As in PaLM, appendix B: 6 per parameter and token, plus those of attention.
-    flops = 6 * parameters + 12 * args.layers * args.dim * args.seq_len
-    flops *= args.seq_len * args.batch_size
-    peak = next((PEAKS[board] for board in PEAKS if board in name), None)
     for more in ("--precision bf16", "--precision bf16 --compile"):
         options = [*GPT2, *more.split(), "--data", data, "--max_steps", 40]
         # Each loop sees enough new batches: 32 x 1,024 bytes a step.
         found = measure(folder, 1, pairs, "bare,clipped,ours", *options)
-        speed = flops / statistics.median(found["ours"])
-        use = f"{speed / 1e12:.0f} TFLOP/s, {found['gpu'] / 1e9:.1f} GB"
-        if peak is not None:
-            use += f", utilization {speed / peak:.0%}"
         what = f"GPT-2-small shape, {more}, {name}: "
         row(
             what + "throughput over the bare loop's",
             ratio(found["bare"], found["ours"]),
         )
         beside = ratio(found["clipped"], found["ours"])
-        row(what + "over the bare loop with clipping", f"{beside}; {use}")
+        row(what + "over the bare loop with clipping", beside)
+        row(what + "peak memory", f"{found['gpu'] / 1e9:.1f} GB")
         for loop in ("bare", "clipped", "ours"):
             times = [1000 * seconds for seconds in found[loop]]
             text = (

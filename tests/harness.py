@@ -43,7 +43,9 @@ TINY += "--batch_size 4 --log_every 1".split()
 DATA = bytes(range(256)) * 8  # 60 samples to train with, and 3 to evaluate
 # Seconds: no test waits longer for a process. Far above what a busy machine needs.
 DEADLINE = int(os.environ.get("DEADLINE", 180))
+TIME_LIMIT = "the time limit"  # how a test fails that has waited in vain
 STARTED = []  # the processes of the test that runs now
+PORTS = []  # sockets that keep its ports
 
 
 # ---- Start processes, and leave none -------------------------------------------------
@@ -80,58 +82,76 @@ class Process:
     @property
     def left(self):
         """The processes that it has started and that still live (Linux)."""
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in pids if self.has_started(pid)]
+
+    def has_started(self, pid):
         mark = f"STARTED_BY={self.log}\0".encode()
-        pids = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes():
-                    pids.append(int(folder.name))
-        return pids
+        with contextlib.suppress(OSError):
+            return mark in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
 
     def send(self, number):
         os.kill(self.pid, number)
 
     def wait_for(self, pattern):
         """Wait until it says something that matches. Returns the match."""
-        for _ in ticks():
+        for _ in ticks(f"it has not said {pattern!r}: {self.command}"):
             ended = self.code is not None  # asked before its last words are read
             match = re.search(pattern, self.text)
             if match:
                 return match
             if ended:
-                break
-        fail(f"it did not say {pattern!r}: {self.command}")
+                fail(f"it ended and has not said {pattern!r}: {self.command}")
+
+    def wait(self):
+        """Wait until it ends, with any exit code. Returns what it said."""
+        for _ in ticks(f"it does not end: {self.command}"):
+            if self.code is not None:
+                return self.text
 
     def end(self, code=0):
         """Wait until it ends with this exit code. Returns what it said."""
-        for _ in ticks():
-            if self.code is not None:
-                break
-        if self.code != code:  # None: it still runs
+        self.wait()
+        if self.code != code:
             fail(f"exit code {self.code}, not {code}: {self.command}")
         return self.text
 
     def leaves_none(self):
         """Wait until no process is left that it has started."""
-        for _ in ticks():
-            if not self.left:
+        left = []
+        for _ in ticks(f"a process is left: {self.command}"):
+            # All processes are searched again only when those found have ended.
+            left = [pid for pid in left if self.has_started(pid)] or self.left
+            if not left:
                 return
-        fail(f"these are left: {self.left}: {self.command}")
+
+    def kill(self):
+        """End it, and all that it has started."""
+        if self.code is None:  # else its number may belong to another process
+            self.send(signal.SIGKILL)
+        for pid in self.left:
+            with contextlib.suppress(OSError):
+                handle = os.pidfd_open(pid)
+                if self.has_started(pid):  # asked again: the handle keeps the number
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                os.close(handle)
 
 
-def ticks():
-    """Pauses of 20 ms, until the deadline."""
+def ticks(what="it is not done"):
+    """Pauses of 20 ms. At the deadline the test fails."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         yield
         time.sleep(0.02)
+    fail(f"{TIME_LIMIT} of {DEADLINE} s is over: {what}")
 
 
 def fail(reason):
     """Fail the test: with the commands to paste, and what each process has said."""
     for process in STARTED:
-        reason += f"\n\n---- {process.command}\n---- exit code {process.code}\n"
-        reason += process.text[-6000:]
+        reason += f"\n\n---- {process.command}\n---- exit code {process.code}"
+        reason += f", left: {process.left}\n{process.text[-6000:]}"
     pytest.fail(reason)
 
 
@@ -175,13 +195,19 @@ def fork_ranks(size, function, env=None, what=""):
     So torch is not imported again, and `function` can change what it likes before it
     calls the program. size 1: it is not launched at all.
     """
-    port = free_port()
+    # Only the thread that forks lives on. What another one has locked stays locked.
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            assert not path.read_text().startswith(("gloo", "pt_")), "a thread of torch"
+    group = {}
+    if size > 1:
+        group = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        group["MASTER_PORT"] = free_port()
     ranks = []
     for rank in range(size):
-        variables = dict(env or {})
+        variables = {**(env or {}), **group}
         if size > 1:
-            variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables |= {"RANK": rank, "LOCAL_RANK": rank}
         log = new_log()
         fork = multiprocessing.get_context("fork")
         process = fork.Process(target=be_a_rank, args=(function, variables, log))
@@ -246,11 +272,19 @@ def new_log():
 
 
 def free_port():
-    """None of those from 32768 on: Linux gives them to connections of other tests."""
-    for _ in ticks():
-        port = random.SystemRandom().randrange(20000, 30000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
+    """None of those from 32768 on: Linux gives them to connections of other tests.
+
+    Until the test ends a socket keeps it from other tests: on Linux only those can
+    have it that set SO_REUSEADDR before they bind it, as torch does.
+    """
+    for _ in ticks("no port is free"):
+        keeper = socket.socket()
+        with contextlib.suppress(OSError):
+            keeper.bind(("", random.SystemRandom().randrange(20000, 30000)))
+            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = keeper.getsockname()[1]
+            if sys.platform == "linux":
+                PORTS.append(keeper)
             return port
 
 
@@ -352,10 +386,11 @@ def end_what_is_left():
     """After each test: end what it has started, and what that has started."""
     yield
     for process in STARTED:
-        for pid in [process.pid, *process.left]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process.kill()
+    for keeper in PORTS:
+        keeper.close()
     STARTED.clear()
+    PORTS.clear()
 
 
 @pytest.fixture

@@ -1,23 +1,27 @@
 """Is every line of ddp_train.py needed, and every value? Change one: a test must fail.
 
     make test-lines                                each statement and condition
-    make test-lines ARGS=--values                  each value, too
+    make test-lines ARGS=--values                  each value, name and call, too
     make test-lines ARGS="--values --sample 20"    twenty at random
     make test-lines ARGS="--values --line 250"     those on this line
-    make test-lines ARGS="--log FILE --trace FILE"
-        The next run skips what is in the log, and need not find out again which tests
-        reach which line.
+    make test-lines ARGS="--kind name --keep FOLDER"
+        One kind. The folder keeps what was found: the next run does the rest.
 
-Each statement from THE RUN on becomes `pass`, and each condition True, and False. With
---values, see find_values(). This includes MODEL and DATA: a wrong number there trains a
-wrong model. For each change the tests that reach its line run until one fails: first
-those that are fast or have noticed many changes. Survivors are listed at the end. For
+Each statement from THE RUN on becomes `pass`, and each condition True, and False.
+--values: see find_values(), and MISTAKES. They include MODEL and DATA: a wrong number
+there trains a wrong model. For each change the tests run until one fails: first those
+that are fast, or have noticed changes near to it. Survivors are listed at the end. For
 each, remove the line, add a test, or give the reason in EXCEPTIONS.
+
+A test that fails for another reason must not count. So the tests also run without a
+change, at first and at the end, as many side by side. And what was noticed only by a
+time limit or by a strange exit runs again, alone: what that finds is what counts.
 """
 
 import argparse
 import ast
 import collections
+import functools
 import itertools
 import json
 import os
@@ -43,17 +47,19 @@ from harness import ROOT, SCRIPT, fork_ranks
 TESTS = ROOT / "test_ddp_train.py"
 GPU = "a GPU, see tests/test_gpu.py: "
 MEMORY = "memory: to send a file takes several times its size, see docs/launch.md"
-# {part of a change: why no test on a CPU can notice it, or needs to}
+# {part of one change: why no test on a CPU can notice it, or needs to}
+# Without a "{" it is a whole line.
 EXCEPTIONS = {
     "if {world_size > 1 -> True": "speed: one process needs no DDP (make bench)",
     "if dist.get_world_size() {> -> >=} 1:": "speed: nor does it need a broadcast",
-    'if {device.type == "cuda" -> ': GPU + "test_train",
-    "gpu_gib": GPU + "test_train",
-    '{"pin_memory"': "speed, with a GPU",
-    '{"activation"': "a choice of the demo's model",
+    'if {device.type == "cuda" -> True': GPU + "test_train",
+    'if {device.type == "cuda" -> False': GPU + "test_train",
+    'means["gpu_gib"] = torch': GPU + "test_train",
+    '{{"pin_memory"': "speed, with a GPU",
+    "{activation": "a choice of the demo's model",
     'backend = "gloo" if {device.type == "cpu" -> True': GPU + "test_train",
     "if {dist.get_world_size() > 1 -> True": GPU + "test_batch_norm, without torchrun",
-    "min(steps) < max(steps) -> True": MEMORY,
+    "{min(steps) < max(steps) -> True": MEMORY,
     "min(steps) {< -> <=} max(steps)": MEMORY,
     "{gradient_as_bucket_view": "memory",
     "{is_causal": "speed",
@@ -64,53 +70,77 @@ EXCEPTIONS = {
     "{os.fsync(": "a power loss",
     "{file.flush()": "a power loss",
     "max({0 -> 1}, len(data) - 1)": "a file of one byte has no sample either",
-    'dist.new_group({backend="gloo"': "a GPU: on a CPU it is gloo",
-    "days={365": "long enough",
-    'backend="gloo", {timeout=': "torch's half an hour is too long for a test",
+    "dump_traceback_later({30": "longer only waits longer",
+    "signal.alarm({35": "longer only waits longer",
+    "({1e-300": "a number so small has no use",
+    "DistributedDataParallel({model -> wrapped}": "they are the same there",
+    "check_together(results, {model -> wrapped})": "they have the same weights",
+    "DataLoader(val_set, args.{batch_size -> accum}": "speed: the numbers are the same",
+    "sums.get(name, 0) {+ -> -}": "the count changes its sign, too",
+    "total.get(name, 0) {+ -> -}": "the count changes its sign, too",
     "{dtype=torch.float64 -> nothing}) # one row": "float32 is exact enough, too",
     "{strict=True": "both are always of the same length",
-    "{weights_only=True": "torch's default since 2.6",
+    "{weights_only=True -> nothing": "torch's default since 2.6",
     "{non_blocking=True": "speed, with a GPU",
-    "os._exit({1": "any code but 0",
+    "os._exit({1 -> 2}) # the rank": "any code but 0",
     "None, -{1": "below every step",
     "{0o666": "nobody executes it",
     '{1 -> 2}, f"rank 0 waits': "a terminal shows both outputs",
 }
+# Names that are easily confused. Each becomes its neighbors, if its function has them.
+# So do attributes of one object, and keys.
+ALIKE = """rank world_size, start rank num_replicas, n used done global_batch, x y,
+n held_out, epoch step last_step steps i, model wrapped, loader val_loader,
+train_set val_set, inputs targets, layers heads dim seq_len, batch_size accum epochs,
+lr initial_lr, log_every save_every eval_every, saving evaluation_due stopped_by,
+began seconds, progress warmup factor, loss loss_sum, sums total, row rows,
+index gpus, path beside, low high, min max"""
+DROPPED = "double float detach clone contiguous cpu squeeze sorted with_suffix".split()
+# {right lines: a classic mistake that is none of these changes}
+MISTAKES = {
+    "range(rank, len(val_set), world_size)": "DistributedSampler(val_set)",  # padded
+    "of_rank in all_gather(": "of_rank in (lambda sums: [sums])(",
+    'saved["epoch"], saved["done"]': 'saved["epoch"], 0',
+    "weights_only=True": "weights_only=False",
+    "block(x, mask, is_causal=True)": "block(x)",
+    '= group["initial_lr"] *': '= optimizer.param_groups[0]["initial_lr"] *',
+    "wrapped.parameters(), ": 'optimizer.param_groups[0]["params"], ',
+    "    if args.compile:": "    if args.compile and world_size == 1:",
+    "if not ((rows - rows[0]).abs() <= 1e-6 * rows[0]).all():": (
+        "if ((rows - rows[0]).abs() > 1e-6 * rows[0]).any():  # NaN"
+    ),
+    "= global_batch / seconds": "= global_batch / world_size / seconds",
+    "= stop.requested()": "= step % args.log_every == 0 and stop.requested()",
+    'load_state_dict(saved["model"])': 'load_state_dict(saved["model"], strict=False)',
+    "zlib.crc32(data.numpy())": "zlib.crc32(data[:65536].numpy())",
+    'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
+    "suppress(OSError)": "suppress(BrokenPipeError)",
+    "            if not results:\n": "            if i == 0:\n",
+    "total.get(name, 0) + value": "max(0, total.get(name, 0) + value)",
+    "accum - 1 and dist.get_world_size() > 1:": (
+        "accum - 1 and isinstance(wrapped, DistributedDataParallel):"
+    ),
+}
 SURVIVED = "SURVIVED"
-SHARED = {"layouts", "plain", "untouched"}  # the first test that needs them makes them
-UNTRACED = "full_disk|cannot_be_written|worker|pieces_work"  # these reach unknown lines
+NOT_SURE = "not sure"
 TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
-TRACER = """
-import contextlib, os, sys, threading
-traced = os.environ.get("TRACED")
-def trace(frame, event, arg, seen=set()):
-    if frame.f_code.co_filename != traced:
-        return None
-    mark = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], frame.f_lineno
-    if mark not in seen:
-        seen.add(mark)
-        with contextlib.suppress(OSError), open(os.environ["TRACE"], "a") as file:
-            file.write(f"{mark[0]}\\t{mark[1]}\\n")
-    return trace
-if traced:
-    threading.settrace(trace)
-    sys.settrace(trace)
-"""
 
 
 # ---- What is changed -----------------------------------------------------------------
 BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 OPPOSITE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
-OPPOSITE |= {"and": "or", "or": "and"}
-NO_ELEMENT, NO_ENTRY = "*()", "**{}"  # of a list, and of a dict or a call
+OPPOSITE |= {"and": "or", "or": "and", "|": "&"}
+OPPOSITE |= {"+": "-", "-": "+", "*": "/", "/": "*", "//": "%", "%": "//"}
+OPPOSITE["**"] = "*"
+NO_ELEMENT = "*()"  # of a list
+NO_ENTRY = "**{}"  # of a dict or a call
 
 
 class Change(NamedTuple):
     kind: str
     line: int
     text: str  # of the changed program
-    lines: range  # tests that reach one of these lines may notice it
 
 
 def find_statements(node):
@@ -132,6 +162,10 @@ def find_values(node, text):
         yield from find_operators("comparison", [node.left, *node.comparators], text)
     if isinstance(node, ast.BoolOp):
         yield from find_operators("and/or", node.values, text)
+    if isinstance(node, ast.BinOp):
+        yield from find_operators("operator", [node.left, node.right], text)
+    if isinstance(node, ast.AugAssign):
+        yield from find_operators("operator", [node.target, node.value], text)
     if isinstance(node, ast.keyword) and node.arg not in ("default", "help", "metavar"):
         yield "keyword", node.begin, node.end, NO_ENTRY
     if isinstance(node, ast.Dict):
@@ -140,6 +174,11 @@ def find_values(node, text):
                 yield "name in a list", key.begin, value.end, NO_ENTRY
     if isinstance(node.parent, (ast.List, ast.Tuple, ast.Set)) and is_name(node):
         yield "name in a list", node.begin, node.end, NO_ELEMENT
+    if isinstance(node, ast.Call):
+        yield from find_calls(node, text)
+    if isinstance(node, ast.With) and node.items[0].optional_vars is None:
+        yield "block", node.begin, node.items[0].context_expr.end, "if True"
+    yield from find_names(node, text)
 
 
 def find_constants(node):
@@ -163,10 +202,49 @@ def find_operators(kind, operands, text):
     for left, right in itertools.pairwise(operands):
         old = text[left.end : right.begin].strip(" ()\n")
         begin = text.index(old, left.end)
+        old = old.removesuffix("=") if isinstance(node, ast.AugAssign) else old
         if old in BOUNDARY:
             yield kind, begin, begin + len(old), BOUNDARY[old]
-        if kind == "and/or" or not is_condition:
+        if kind != "comparison" or not is_condition:
             yield kind, begin, begin + len(old), OPPOSITE[old]
+
+
+def find_calls(node, text):
+    """x.double() becomes x, sorted(x) does, and max(x, y) becomes x, and y."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if isinstance(node.func, ast.Attribute) and name in DROPPED:
+        yield "call", node.func.value.end, node.end, ""
+    if isinstance(node.func, ast.Name) and name in [*DROPPED, "min", "max"]:
+        for argument in node.args:
+            new = f"({text[argument.begin : argument.end]})"
+            yield "call", node.begin, node.end, new
+
+
+def find_names(node, text):
+    """Those of ALIKE: n, args.n and saved["n"]."""
+    whole = node
+    if isinstance(node, ast.Name):
+        name = node.id
+        begin = node.begin
+    elif isinstance(node, ast.Attribute):
+        name = node.attr
+        begin = node.end - len(name)
+    elif is_text(node) and isinstance(node.parent, ast.Subscript):
+        name = node.value
+        begin = node.begin + 1
+        whole = node.parent
+    else:
+        return
+    if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+        return
+    for group in ALIKE.split(","):
+        for pair in itertools.pairwise(group.split()):
+            for old, new in (pair, pair[::-1]):
+                is_there = text[whole.begin : begin] + new in text
+                if isinstance(node, ast.Name):
+                    is_there = new in node.names
+                if name == old and is_there:
+                    yield "name", begin, begin + len(name), new
 
 
 def is_text(node):
@@ -181,226 +259,232 @@ def is_name(node):
     return is_read and isinstance(node, (ast.Attribute, ast.Starred))
 
 
-def walk(parent, starts):
-    """All nodes, with places in the text: those in f-strings are wrong before 3.12."""
+def walk(parent, starts, names=frozenset()):
+    """All nodes, with places in the text: those in f-strings are wrong before 3.12.
+
+    names: those of the function in which the node is.
+    """
+    if isinstance(parent, ast.FunctionDef):
+        found = [node for node in ast.walk(parent) if isinstance(node, ast.Name)]
+        names = {"min", "max", *[node.id for node in found]}
     for node in ast.iter_child_nodes(parent):
-        node.parent = parent
+        node.parent, node.names = parent, names
         if hasattr(node, "lineno"):
             node.begin = starts[node.lineno - 1] + node.col_offset
             node.end = starts[node.end_lineno - 1] + node.end_col_offset
         if not isinstance(node, ast.JoinedStr):
             yield node
-            yield from walk(node, starts)
-
-
-def lines_of(node):
-    """Of the whole statement."""
-    while not isinstance(node, ast.stmt):
-        node = node.parent
-    return range(node.lineno, node.end_lineno + 1)
+            yield from walk(node, starts, names)
 
 
 def find_changes():
     """{what is changed: Change}"""
     changes = {}
 
-    def add(kind, begin, end, new, lines):
+    def add(kind, begin, end, new):
         old = " ".join(text[begin:end].split())[:60]
-        shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new
+        shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new.strip()
         before = text[:begin].rpartition("\n")[2]
         after = text[end:].partition("\n")[0]
         what = " ".join(f"{before}{{{old} -> {shown}}}{after}".split())
         while what in changes:
             what += " again"
-        line = text[:begin].count("\n") + 1
         changed = text[:begin] + new + text[end:]
-        changes[what] = Change(kind, line, changed, lines)
+        changes[what] = Change(kind, text[:begin].count("\n") + 1, changed)
 
     text = SCRIPT.read_text()
     assert text.isascii()  # ast counts bytes
     lengths = map(len, text.splitlines(keepends=True))
     starts = list(itertools.accumulate(lengths, initial=0))
-    nodes = [node for node in walk(ast.parse(text), starts) if hasattr(node, "begin")]
-    for node in nodes:
+    for node in list(walk(ast.parse(text), starts)):
         found = []
-        if node.begin > text.index("# ---- MODEL"):
+        if getattr(node, "begin", 0) > text.index("# ---- MODEL"):
             found += find_values(node, text)
-        if node.begin > text.index("# ---- THE RUN"):
+        if getattr(node, "begin", 0) > text.index("# ---- THE RUN"):
             found += find_statements(node)
-        for kind, begin, end, new in found:
-            add(kind, begin, end, new, lines_of(node))
+        for one in found:
+            add(*one)
+    for right, wrong in MISTAKES.items():
+        assert text.count(right) == 1, f"not in the program, or not once: {right}"
+        begin = text.index(right)
+        add("mistake", begin, begin + len(right), wrong)
+    for part in EXCEPTIONS:
+        number = sum(part in what for what in changes)
+        if number == 0 or (number > 1 and "{" in part):
+            sys.exit(f"an exception for {number} changes, and not for one: {part}")
     return changes
 
 
-# ---- Which tests reach which line ----------------------------------------------------
+# ---- Run -----------------------------------------------------------------------------
 class Tests:
-    """A plugin of pytest: it notes {test: seconds}, and {test: the runs it shares}.
+    """A plugin of pytest: it picks a part of the tests, and notes {test: seconds}.
 
     usual: how many seconds each test takes without a change.
     """
 
-    def __init__(self, usual):
-        self.usual, self.seconds, self.shared = usual, {}, {}
+    def __init__(self, usual, part=0, parts=1):
+        self.usual = usual
+        self.part = part
+        self.parts = parts
+        self.seconds = collections.Counter()
 
     def pytest_collection_modifyitems(self, items):
-        for item in items:
-            self.shared[item.nodeid] = SHARED & set(item.fixturenames)
+        items[:] = items[self.part :: self.parts]
 
     def pytest_runtest_setup(self, item):
         """A change may make the program hang. The shorter a test, the less it waits."""
         if item.nodeid in self.usual:
-            harness.DEADLINE = int(15 + 5 * self.usual[item.nodeid])
+            harness.DEADLINE = int(20 + 5 * self.usual[item.nodeid])
             signal.alarm(3 * harness.DEADLINE)
 
     def pytest_runtest_logreport(self, report):
-        so_far = self.seconds.get(report.nodeid, 0)
-        self.seconds[report.nodeid] = so_far + report.duration
+        self.seconds[report.nodeid] += report.duration
 
 
-def run_pytest(folder, text, tests, *words):
+def run_pytest(folder, text, tests, words):
     """pytest with this text in place of ddp_train.py, also in what the tests start."""
+    signal.alarm(0)  # each test has its own
     script = folder / SCRIPT.name
     script.write_text(text)
     sys.path.insert(0, str(folder))
     ddp_train.__file__ = str(script)
     for name in [name for name in vars(ddp_train) if not name.startswith("__")]:
         delattr(ddp_train, name)  # what is taken away must not stay from before
-    exec(compile(text, script, "exec"), vars(ddp_train))
+    try:
+        exec(compile(text, script, "exec"), vars(ddp_train))
+    except Exception as error:
+        print(f"FAILED at the import - {error!r}", flush=True)
+        sys.exit(1)
     sys.dont_write_bytecode = False  # compile the tests once, see sys.pycache_prefix
     options = ["-x", "-q", "-p", "no:xdist", "--rootdir", ROOT, "--basetemp"]
     options += [folder / "nested", "--import-mode=append"]  # workers import it, too
     words = [*options, "-o", f"pythonpath={folder} {ROOT}/tests", *words]
-    return int(pytest.main([str(word) for word in words], plugins=[tests]))
-
-
-def trace_tests():
-    """{"seconds": {test: seconds}, "reached": {line: [tests]}}"""
-    folder = Path(tempfile.mkdtemp())
-
-    def run():
-        signal.alarm(0)  # it takes longer than a test may
-        (folder / "sitecustomize.py").write_text(TRACER)
-        os.environ["TRACED"] = str(folder / SCRIPT.name)
-        os.environ["TRACE"] = str(folder / "trace")
-        exec(TRACER, {})
-        tests = Tests({})
-        text = SCRIPT.read_text()
-        code = run_pytest(folder, text, tests, "-k", TEXT_TESTS, TESTS)
-        return code, tests.seconds, tests.shared
-
-    [tracing] = fork_ranks(1, run)
-    tracing.process.join()
-    code, seconds, shared = tracing.value
+    code = pytest.main([str(word) for word in words], plugins=[tests])
     if code != 0:
-        print(tracing.text[-3000:])
-        sys.exit("it fails without any change: mend this first")
-    reached = collections.defaultdict(set)
-    for row in set((folder / "trace").read_text().splitlines()):
-        test, line = row.split("\t")
-        reached[line].add(test)
-    for line, tests in reached.items():
-        runs = set().union(*[shared.get(test, set()) for test in tests])
-        tests |= {test for test in shared if shared[test] & runs}
-        if "" in tests:  # at the import: any test may notice it
-            tests |= set(seconds)
-        reached[line] = sorted(tests & set(seconds))
-    for test in seconds:
-        seconds[test] += 10 * len(shared[test])  # alone, it must make them
-    return {"seconds": seconds, "reached": reached}
+        sys.exit(int(code))
+    return tests.seconds
 
 
-def read_trace(file):
-    """From this file, if the program and its tests are still the same."""
-    version = zlib.crc32(SCRIPT.read_bytes() + TESTS.read_bytes())
-    if file.exists():
-        trace = json.loads(file.read_text())
-        if trace["version"] == version:
-            return trace
-    trace = {**trace_tests(), "version": version}
-    file.write_text(json.dumps(trace))
-    return trace
-
-
-def tests_for(change, trace, noticed):
-    """First those that are fast, or have noticed many changes."""
-    seconds = trace["seconds"]
-    names = {name for name in seconds if re.search(UNTRACED, name)}
-    for line in change.lines:
-        names |= set(trace["reached"].get(str(line), []))
-
-    def cost(name):
-        return seconds[name] / (1 + noticed[f"FAILED {name}"])
-
-    return sorted(names, key=cost)
-
-
-# ---- Run -----------------------------------------------------------------------------
-def start(change, folder, names, seconds):
-    def run():
-        if names:
-            tests = Tests(seconds)
-            sys.exit(run_pytest(folder, change.text, tests, *names))
-
+def start(text, tests, words):
+    folder = Path(tempfile.mkdtemp())
     harness.STARTED.clear()  # the first test would end these
+    run = functools.partial(run_pytest, folder, text, tests, words)
     [process] = fork_ranks(1, run)
+    process.folder = folder
     return process
 
 
 def verdict(process):
-    """Which test has noticed it, or why none has."""
-    for line in process.text.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")) and process.code == 1:
-            return line.split(" - ")[0]
-    return SURVIVED if process.code in (0, 5) else "noticed: the tests cannot run"
+    """Which test has noticed it, or why it is not sure that one has."""
+    shutil.rmtree(process.folder, ignore_errors=True)
+    said = process.text
+    failed = re.search("^((?:FAILED|ERROR) .*?)( - .*)?$", said, re.MULTILINE)
+    if process.code == 0:
+        return SURVIVED
+    if process.code not in (1, 2) or not failed:
+        return f"{NOT_SURE}: exit code {process.code}"
+    if re.search(rf"{harness.TIME_LIMIT} of \d+ s is over", said):
+        return f"{NOT_SURE}: {harness.TIME_LIMIT}, {failed[1]}"
+    return failed[1]
 
 
-def run_all(changes, trace, log, jobs):
-    """All that are not in the log yet."""
-    noticed = collections.Counter(read_log(log).values())
-    waiting = [what for what in changes if what not in read_log(log)]
-    number, total, running = 0, len(waiting), {}
+def run_unchanged(words, usual, jobs):
+    """These tests without a change, so many side by side. Returns {test: seconds}."""
+    text = SCRIPT.read_text()
+    parts = [start(text, Tests(usual, part, jobs), words) for part in range(jobs)]
+    seconds = {}
+    for process in parts:
+        while process.code is None:
+            time.sleep(0.1)
+        if verdict(process) != SURVIVED:
+            print(process.text[-3000:])
+            sys.exit("tests fail without a change, so nothing is shown")
+        seconds |= process.value
+    return seconds
+
+
+def measure(keep, jobs):
+    """{test: seconds}, from the folder if the program and its tests are the same."""
+    version = zlib.crc32(SCRIPT.read_bytes() + TESTS.read_bytes())
+    file = keep / f"seconds.{version}"
+    if not file.exists():
+        file.write_text(json.dumps(run_unchanged([TESTS, "-k", TEXT_TESTS], {}, jobs)))
+    return json.loads(file.read_text())
+
+
+def read_log(keep):
+    """{what: (which test has noticed it, or that none has; the line)}"""
+    (keep / "log").touch()
+    rows = [row.split("\t") for row in (keep / "log").read_text().splitlines()]
+    return {what: (found, int(line)) for found, line, what in rows}
+
+
+def order(usual, change, log):
+    """All tests: first those that are fast, or have noticed changes near to it."""
+    near = collections.Counter()
+    for found, line in log.values():
+        near[found.removeprefix("FAILED ")] += 1 / (1 + abs(line - change.line))
+
+    def cost(test):
+        return usual[test] / (0.01 + near[test])
+
+    return sorted(usual, key=cost)
+
+
+def run_all(changes, usual, keep, jobs):
+    """So many side by side, those that are not in the log yet. Returns {what: found}"""
+    waiting = [what for what in changes if what not in read_log(keep)]
+    total = len(waiting)
+    running = {}
     while waiting or running:
         if waiting and len(running) < jobs:
-            what = waiting.pop(0)
-            folder = Path(tempfile.mkdtemp())
-            names = tests_for(changes[what], trace, noticed)
-            process = start(changes[what], folder, names, trace["seconds"])
-            running[process] = what, folder, time.monotonic()
+            change = changes[waiting[0]]
+            words = order(usual, change, read_log(keep))
+            running[start(change.text, Tests(usual), words)] = waiting.pop(0)
         for process in [process for process in running if process.code is not None]:
-            what, folder, began = running.pop(process)
-            shutil.rmtree(folder, ignore_errors=True)
+            what = running.pop(process)
             found = verdict(process)
-            noticed[found] += 1
-            seconds = f"{time.monotonic() - began:.0f} s"
-            place = f"line {changes[what].line}"
-            row = "\t".join([changes[what].kind, place, what, found, seconds])
-            with open(log, "a") as file:
-                file.write(f"{row}\n")
-            number += 1
-            print(f"{number}/{total}  {row}", flush=True)
-        time.sleep(0.05)
+            line = changes[what].line
+            with open(keep / "log", "a") as file:
+                file.write(f"{found}\t{line}\t{what}\n")
+            number = total - len(waiting) - len(running)
+            print(f"{number}/{total}  line {line}: {what}: {found}", flush=True)
+        time.sleep(0.02)
+    log = read_log(keep)
+    return {what: log[what][0] for what in changes}
 
 
-def read_log(log):
-    """{what: the test that has noticed it, or SURVIVED}"""
-    log.touch()
-    rows = [row.split("\t") for row in log.read_text().splitlines()]
-    return {what: found for _, _, what, found, _ in rows}
+def find_all(changes, keep, jobs):
+    """{what: which test has noticed it, or that none has}"""
+    usual = measure(keep, jobs)
+    found = run_all(changes, usual, keep, jobs)
+    doubtful = [what for what in found if NOT_SURE in found[what]]
+    alone = run_all(
+        {f"alone: {what}": changes[what] for what in doubtful}, usual, keep, 1
+    )
+    found |= {what: alone[f"alone: {what}"] for what in doubtful}
+    noticed = [test for test in usual if f"FAILED {test}" in found.values()]
+    if noticed:
+        run_unchanged(noticed, usual, jobs)
+    return found
 
 
 def report(changes, found):
-    """Returns the number of survivors that are not declared."""
+    """Print what has survived. Returns how many without a reason."""
     survivors = [what for what in changes if found[what] == SURVIVED]
     all_kinds = collections.Counter(change.kind for change in changes.values())
     kinds = collections.Counter(changes[what].kind for what in survivors)
     for kind, number in all_kinds.items():
         print(f"{kind}: {number} changes, {kinds[kind]} survived")
     unexpected = 0
-    for what in survivors:
-        why = [EXCEPTIONS[part] for part in EXCEPTIONS if part in what]
-        unexpected += not why
-        place = f"line {changes[what].line}"
-        print(f"  {place}: {changes[what].kind}: {what}: {why or 'NOT EXPECTED'}")
+    for what, change in changes.items():
+        reasons = [EXCEPTIONS[part] for part in EXCEPTIONS if part in what]
+        words = f"  line {change.line}: {change.kind}: {what}: "
+        if what in survivors:
+            unexpected += not reasons
+            print(words + (reasons or ["NOT EXPECTED"])[0])
+        elif reasons or NOT_SURE in found[what]:
+            print(f"{words}{found[what]} (exception: {reasons})")
     return unexpected
 
 
@@ -408,33 +492,31 @@ def main():
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--values", action="store_true", help="change values, too")
-    add("--sample", type=int, help="only this many, at random")
+    add("--kind", action="append", help="only changes of this kind")
     add("--line", type=int, action="append", help="only those on this line")
-    add("--log", type=Path, help="append results, and skip what is in it")
-    add("--trace", type=Path, help="which tests reach which line; made if it is old")
+    add("--sample", type=int, help="only this many new ones, at random")
+    add("--keep", type=Path, help="a folder: skip what an earlier run has found")
     add("--jobs", type=int, default=2 * os.cpu_count())
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    log = (args.log or folder / "log").absolute()
-    trace = (args.trace or folder / "trace").absolute()
+    keep = (args.keep or folder).absolute()
+    keep.mkdir(exist_ok=True)
     tempfile.tempdir = str(folder)
     sys.pycache_prefix = str(folder)
     os.chdir(ROOT)
     changes = find_changes()
-    for part in EXCEPTIONS:
-        if not any(part in what for what in changes):
-            print(f"an exception that is not in the program: {part}")
-    chosen = list(changes)
-    if not args.values:
-        kinds = "statement", "condition"
-        chosen = [what for what in chosen if changes[what].kind in kinds]
+    kinds = args.kind or ["statement", "condition"]
+    if args.values:
+        kinds = {change.kind for change in changes.values()}
+    chosen = [what for what in changes if changes[what].kind in kinds]
     if args.line:
         chosen = [what for what in chosen if changes[what].line in args.line]
     if args.sample:
+        chosen = [what for what in chosen if what not in read_log(keep)]
         chosen = random.sample(chosen, min(args.sample, len(chosen)))
     changes = {what: changes[what] for what in chosen}
-    run_all(changes, read_trace(trace), log, args.jobs)
-    sys.exit(report(changes, read_log(log)) > 0)
+    found = find_all(changes, keep, args.jobs)
+    sys.exit(report(changes, found) > 0)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,22 @@ def wrong_index():
     torch.zeros(3, device="cuda")[torch.tensor([7]).cuda()]
 
 
+def around():
+    """The script around the program: a `finally`, an exit hook, a file not flushed."""
+    folder, main = Path(os.environ["AROUND"]), ddp_train.main
+
+    def main_and_finally(argv):
+        file = open(folder / f"file{os.environ['RANK']}", "w")
+        file.write("written, and not flushed")
+        try:
+            main(argv)
+        finally:
+            print("its finally runs", flush=True)
+
+    atexit.register(print, "its exit hook runs")
+    ddp_train.main = main_and_finally
+
+
 def tell_memory():
     most = torch.cuda.max_memory_allocated() if GPUS else 0
     print(f"GPU memory {most / 2**20:.0f} MiB", flush=True)
@@ -126,6 +142,7 @@ PATCHES = {
     "gloo": gloo,
     "sync": sync,
     "batch_norm": batch_norm,
+    "around": around,
     "deterministic": lambda: torch.use_deterministic_algorithms(True),
     "kernel_hangs": lambda: before_step(6, lambda: torch.cuda._sleep(10**15)),
     "index": lambda: before_step(6, wrong_index),
@@ -229,6 +246,17 @@ def test_two_compiled_ranks_with_accumulation_do_not_recompile(options, seen):
 
 
 @needs_gpu
+def test_rank_takes_the_gpu_of_its_local_rank():
+    code = "import ddp_train; print(ddp_train.choose_device('auto'))"
+    for rank in range(GPUS + 1):
+        run = launch(sys.executable, "-c", code, env={"LOCAL_RANK": str(rank)})
+        if rank < GPUS:
+            assert run.end() == f"cuda:{rank}\n"
+        else:
+            assert f"local rank {rank} needs a GPU, but torch finds" in run.end(1)
+
+
+@needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16 --dropout 0.1 --accum 2"])
 def test_nothing_waits_between_two_log_lines(options, precision):
     words = ["--precision", *precision.split(), "--log_every", 20, "--max_steps", 20]
@@ -304,6 +332,26 @@ def test_rank_that_fails_ends_the_other(options, seen, fault, says, words):
     seen(f"all ended after {time.monotonic() - began:.0f} s")
 
 
+@pytest.mark.parametrize("size, patch", [(1, "nccl"), (2, "gloo")])
+def test_rank_that_fails_loses_nothing_of_the_script(
+    options, tmp_path, seen, size, patch
+):
+    """What is around the program ends as in any script, and within 30 s."""
+    fault = {"FAULT": f"train_step 6 raise {size - 1}", "AROUND": str(tmp_path)}
+    run = start(size, f"{patch},around", *options, "--workers", 1, **fault)
+    run.wait_for("step 5 ")
+    began = time.monotonic()
+    said = run.end(1)
+    run.leaves_none()
+    seconds = time.monotonic() - began
+    seen(f"all ended after {seconds:.0f} s")
+    assert seconds < 30
+    assert "boom" in said
+    assert re.search("its finally runs\n(.*\n)*its exit hook runs\n", said)
+    file = tmp_path / f"file{size - 1}"
+    assert file.read_text() == "written, and not flushed"
+
+
 def test_killed_peer_and_restart(options, seen):
     options += ["--save_every", 2]
     fault = {"FAULT": "train_step 6 SIGKILL 1"}
@@ -336,16 +384,6 @@ def test_error_on_the_gpu(options, seen, patch):
     said = run.end(1)
     assert re.search("device-side assert|out of (range|bounds)", said)
     run.leaves_none()
-
-
-# ---- Speed ---------------------------------------------------------------------------
-@needs_gpu
-def test_bench(seen, monkeypatch):
-    monkeypatch.setattr(harness, "DEADLINE", 900)
-    bench = THIS.parent.parent / "benchmarks/bench.py"
-    said = launch(sys.executable, bench, "--only-gpu").end()
-    for line in re.findall("GPT-2.*", said):
-        seen(line.replace("|", ":"))
 
 
 if __name__ == "__main__":
