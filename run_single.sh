@@ -4,7 +4,7 @@
 # All arguments are passed to ddp_train.py. The script reads these variables:
 #   NPROC         number of processes. On the CPU: NPROC=2 ./run_single.sh --device cpu
 #   MAX_RESTARTS  number of times to restart failed ranks (0)
-#   SCRIPT        script to run instead of ddp_train.py: SCRIPT=mine.py ./run_single.sh
+#   SCRIPT        script to run instead of ddp_train.py: mine.py, or "-m package.train"
 [ -n "$BASH_VERSION" ] || exec bash "$0" "$@"  # called as `sh run_single.sh`
 set -e
 here=$(dirname "$0")
@@ -23,6 +23,9 @@ NPROC=${NPROC:-${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}}
 case $NPROC in
   *[!0-9]* | 0*) echo "run_single.sh: NPROC=$NPROC must be 1 or more" >&2; exit 2 ;;
 esac
+ulimit -Sn hard  # loading processes, and gloo with many ranks, open many files
+script=("${SCRIPT:-$here/ddp_train.py}")
+[[ $SCRIPT != "-m "* ]] || script=(-m "${SCRIPT#-m }")
 # By default, torchrun gives each process one CPU thread. Divide the cores among them.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 # Without this, restarted ranks could find the addresses of dead ones.
@@ -36,4 +39,4 @@ export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100
 # --local-addr: this machine's name may not resolve.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=localhost \
   --nproc-per-node="$NPROC" --max-restarts="${MAX_RESTARTS:-0}" \
-  "${SCRIPT:-$here/ddp_train.py}" "$@"
+  "${script[@]}" "$@"

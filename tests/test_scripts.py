@@ -9,6 +9,7 @@ ranks use a fake torch, because importing the real one takes seconds.
 """
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from harness import ROOT, TINY, free_port, launch, load, ticks
+from harness import ROOT, SCRIPT, TINY, free_port, launch, load, ticks
 
 pytestmark = pytest.mark.processes
 SINGLE = ROOT / "run_single.sh"
@@ -30,9 +31,9 @@ SETTINGS += " SCRIPT MAX_RESTARTS RDZV_TIMEOUT OMP_NUM_THREADS GLOO_SOCKET_IFNAM
 # ---- What the tests share ------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    """Drop variables set by the user, or by a Slurm job that runs the tests."""
+    """Drop variables set by the user, or by a job that runs the tests."""
     for name in list(os.environ):
-        if name in SETTINGS.split() or name.startswith("SLURM_"):
+        if name in SETTINGS.split() or name.startswith(("SLURM_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
@@ -57,15 +58,22 @@ def small_torch(tmp_path, monkeypatch):
 
 @pytest.fixture
 def echo(tmp_path):
-    """A Python that prints torchrun's command instead of running it, and fails."""
+    """A Python that prints torchrun's command instead of running it, and fails.
+
+    It fails in another way if the script has not raised the limit of open files.
+    """
     path = tmp_path / "echo"
     path.write_text(f"""#!/bin/sh
         [ "$1" = -m ] || exec {sys.executable} "$@"
+        [ "$(ulimit -Sn)" = "$(ulimit -Hn)" ] || exit 8
         echo "OMP_NUM_THREADS=$OMP_NUM_THREADS python $@"
         exit 7
     """)
     path.chmod(0o755)
-    return {"PYTHON": str(path)}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    yield {"PYTHON": str(path)}
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def children(pid):
@@ -95,11 +103,12 @@ def test_single_ignores_what_a_cluster_has_set(tmp_path):
     left += " PET_NNODES=3 PET_NODE_RANK=2 PET_RDZV_BACKEND=static PET_STANDALONE=yes"
     left += " PET_NPROC_PER_NODE=4 PET_MODULE=1 PET_NO_PYTHON=1 PET_RUN_PATH=1"
     env = dict(pair.split("=") for pair in left.split())
-    env |= {"PYTHON": str(python), "SCRIPT": str(script), "NPROC_PER_NODE": "2"}
+    env |= {"PYTHON": str(python), "SCRIPT": "-m mine", "NPROC_PER_NODE": "2"}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     names = "RANK WORLD_SIZE MASTER_ADDR TORCHELASTIC_RESTART_COUNT OMP_NUM_THREADS"
     names += " TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    said = launch(SINGLE, "a b", *names.split(), env=env).end().splitlines()
+    run = launch(SINGLE, "a b", *names.split(), env=env, cwd=tmp_path)
+    said = run.end().splitlines()
     assert said[0].startswith("warning: nvidia-smi sees a GPU, but torch does not")
     pets = "PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1"
     assert sorted(said[1:]) == [f"a b {r} 2 localhost 0 4 3 1 {pets}" for r in "01"]
@@ -111,7 +120,7 @@ SINGLE_COMMANDS = {  # {settings and options: (threads, processes, restarts)}
     "--device=cpu": (8, 1, 0),
     "NPROC=2 NPROC_PER_NODE=3 MAX_RESTARTS=5": (4, 2, 5),
     "NPROC_PER_NODE=3 OMP_NUM_THREADS=7": (7, 3, 0),
-    "NPROC=9": (1, 9, 0),
+    "NPROC=9 SCRIPT=mine.py": (1, 9, 0),
 }
 
 
@@ -125,7 +134,7 @@ def test_single_command_on_four_gpus_and_eight_threads(words, echo):
     threads, processes, restarts = SINGLE_COMMANDS[words]
     command = f"OMP_NUM_THREADS={threads} python -m torch.distributed.run --standalone"
     command += f" --local-addr=localhost --nproc-per-node={processes}"
-    command += f" --max-restarts={restarts} {ROOT}/ddp_train.py"
+    command += f" --max-restarts={restarts} {env.get('SCRIPT', SCRIPT)}"
     assert said.split() == [*command.split(), *options, "a", "b"]
 
 
@@ -168,8 +177,9 @@ def test_missing_torch_is_reported_in_one_line(tmp_path, script):
     "says, settings",
     [
         ("MASTER_ADDR is not set", "NNODES=2"),
-        ("x.invalid (IPv4), port 29500", "MASTER_ADDR=x.invalid RDZV_TIMEOUT=2"),
-        ("MASTER_ADDR=fd00::1 (IPv4)", "MASTER_ADDR=fd00::1"),
+        ("MASTER_ADDR=x.invalid does", "MASTER_ADDR=x.invalid RDZV_TIMEOUT=2"),
+        ("MASTER_ADDR=fd00::1 is not an IPv4", "MASTER_ADDR=fd00::1"),
+        ("one process per node: mpirun -N 1", "PMI_SIZE=4 MPI_LOCALNRANKS=2"),
         ("NNODES=two is not a number", "MASTER_ADDR=127.0.0.1 NNODES=two"),
         ("NNODES=1: is not a number", "MASTER_ADDR=127.0.0.1 NNODES=1:"),
         ("NODE_RANK=2 does not fit", "MASTER_ADDR=127.0.0.1 NODE_RANK=2"),
@@ -184,8 +194,9 @@ def test_missing_torch_is_reported_in_one_line(tmp_path, script):
 def test_multi_reports_a_mistake_in_one_line(says, settings):
     env = dict(setting.split("=") for setting in settings.split())
     text = launch(MULTI, env=env).end(code=2)
-    assert text.startswith("run_multi_node.sh: ") and says in text
-    assert text.count("\n") == 1 + ("RDZV_TIMEOUT=2" in settings)  # it waits first
+    *waiting, last = text.splitlines()
+    assert last.startswith("run_multi_node.sh: ") and says in last
+    assert len(waiting) == ("RDZV_TIMEOUT=2" in settings)
 
 
 @pytest.mark.usefixtures("small_torch")
@@ -217,6 +228,10 @@ def test_multi_command_with_and_without_node_rank():
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=3" in words
     assert "is_host=True" in " ".join(words)
     assert "--nproc-per-node=4" in words and "OMP_NUM_THREADS=2" in words
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+    for engine in (mpi, {"PMI_SIZE": "4", "PMI_RANK": "1"}):
+        words = dry_run(**engine)
+        assert "--node-rank=1" in words and "--nnodes=4" in words
     words = dry_run(NODE_RANK="1", NNODES="3", PET_NNODES="4", PET_NO_PYTHON="1")
     assert words[:3] == ["env", "-uPET_NNODES", "-uPET_NO_PYTHON"]
     assert "--node-rank=1" in words and "--rdzv-backend=c10d" not in words
@@ -234,6 +249,7 @@ def test_multi_keeps_user_settings():
     assert "join_timeout=77" in " ".join(words)
     words = dry_run(SCRIPT="mine.py", NPROC="2", NNODES="1:2")
     assert words[-1] == "mine.py" and "--nproc-per-node=2" in words
+    assert dry_run("x", SCRIPT="-m a.b")[-3:] == ["-m", "a.b", "x"]
     words = dry_run("--device", "cpu", NNODES="1:2")  # elastic, without a GPU
     assert words[-4:-2] == ["--timeout", "300"] and "--max-restarts=3" in words
     assert "--nproc-per-node=1" in words
@@ -264,8 +280,8 @@ class TwoHosts:
         """Run `ip` on host 0 or 1."""
         subprocess.run(["ip", "-n", self.names[host], *line.split()], check=True)
 
-    def start(self, host, *command, **env):
-        """Start a command on host 0 or 1."""
+    def words(self, host, *command):
+        """The words of a command that runs this one on host 0 or 1."""
         shell = f"""
             hostname host{"ab"[host]}
             mount --bind '{self.folder}/hosts{host}' /etc/hosts
@@ -273,8 +289,12 @@ class TwoHosts:
             exec "$@"
         """
         namespaces = ["ip", "netns", "exec", self.names[host], "unshare", "--uts"]
-        words = [*namespaces, "--mount", "sh", "-c", shell, "sh", *command]
-        return launch(*words, env={"MASTER_ADDR": "10.77.0.1", "NNODES": "2", **env})
+        return [*namespaces, "--mount", "sh", "-c", shell, "sh", *command]
+
+    def start(self, host, *command, **env):
+        """Start a command on host 0 or 1."""
+        env = {"MASTER_ADDR": "10.77.0.1", "NNODES": "2", **env}
+        return launch(*self.words(host, *command), env=env)
 
     def kill_all(self, host):
         """The host dies: kill all its processes."""
