@@ -79,7 +79,8 @@ def names_on_github(text):
 
 
 OF_OTHER_TOOLS = "--3way --index-url --pid --shm-size --nodes --exclusive --requeue"
-OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node"
+OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node --time --partition"
+OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
 OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
 OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
 OF_OTHER_TOOLS += " --compare --ranks --link --skip --cpu"  # tests/check.py
