@@ -1,6 +1,6 @@
 """An ordinary script for one GPU, or for the CPU: it learns the sine of 8 numbers.
 
-python before.py
+python examples/before.py
 """
 
 import torch

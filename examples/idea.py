@@ -1,6 +1,6 @@
-"""The idea of data-parallel training, as right as 40 lines can be.
+"""The idea of data-parallel training, in 40 lines, on GPUs or on the CPU.
 
-torchrun --standalone --nproc_per_node=2 idea.py   two GPUs, or two processes on the CPU
+torchrun --standalone --nproc_per_node=2 examples/idea.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Training without a data set: an actor-critic learns to balance poles on carts.
 
-torchrun --standalone --nproc_per_node=2 no_data.py
+PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/no_data.py
 """
 
 import torch
@@ -55,7 +55,7 @@ def main():
 
     ddp.lock("out")
     step, recent = 0, []  # recent: the last 50 scores, over all ranks
-    saved = ddp.load_checkpoint("out/checkpoint.pt")
+    saved = ddp.load_checkpoint("out/no_data.pt")
     if saved is not None:
         step, recent = saved["step"], saved["recent"]
         model.load_state_dict(saved["model"])
@@ -66,7 +66,7 @@ def main():
     def save():
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         states["envs"] = {name: gather(x) for name, x in envs.state_dict().items()}
-        ddp.save_checkpoint("out/checkpoint.pt", step, recent=recent, **states)
+        ddp.save_checkpoint("out/no_data.pt", step, recent=recent, **states)
 
     save()  # before training: what cannot be saved fails now
     stop = ddp.StopSignal()

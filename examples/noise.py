@@ -1,6 +1,6 @@
 """ported.py, with noise that is drawn in each step: the same for any number of ranks.
 
-torchrun --standalone --nproc_per_node=2 noise.py
+PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/noise.py
 """
 
 import torch

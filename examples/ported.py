@@ -1,6 +1,6 @@
 """before.py on several GPUs, or in several processes on the CPU.
 
-torchrun --standalone --nproc_per_node=2 ported.py
+PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/ported.py
 """
 
 import torch

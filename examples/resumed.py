@@ -1,6 +1,6 @@
 """ported.py that resumes after a stop or a kill, and adds noise to each sample.
 
-torchrun --standalone --nproc_per_node=2 resumed.py
+PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/resumed.py
 """
 
 import zlib
@@ -71,7 +71,7 @@ def main(device):
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
 
-    path = Path("out/checkpoint.pt")
+    path = Path("out/resumed.pt")
     ddp.lock(path.parent)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     step, epoch, done = 0, 0, 0  # done: samples of this epoch, over all ranks

@@ -4,6 +4,7 @@ Each diff on a page is part of the real one. What a page names exists. The examp
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import itertools
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_train
 from harness import ROOT, flatten, fork_ranks, in_ranks, processes
@@ -48,12 +50,18 @@ def commands(text):
 # ---- What the pages show and name ----------------------------------------------------
 @each_page
 def test_diffs_are_those_of_the_files(name):
-    """Where a line begins with @@, a page may leave out lines of the diff."""
+    """Where a line begins with @@, a page may leave out lines of the diff.
+
+    A block without the names of the files shows more of the diff before it.
+    """
     for code in blocks(PAGES[name], "diff"):
         head, *parts = re.split(r"^@@.*\n", code, flags=re.MULTILINE)
-        a, b = re.fullmatch(r"--- (.*)\n\+\+\+ (.*)\n", head).groups()
-        texts = [(ROOT / path).read_text().splitlines() for path in (a, b)]
-        whole = [line.rstrip() for line in difflib.unified_diff(*texts, n=10**6)]
+        named = re.fullmatch(r"--- (.*)\n\+\+\+ (.*)\n", head)
+        if named:
+            texts = [(ROOT / path).read_text().splitlines() for path in named.groups()]
+            whole = [line.rstrip() for line in difflib.unified_diff(*texts, n=10**6)]
+        else:
+            parts.insert(0, head)
         place = 0
         for part in parts:
             lines = [line.rstrip() for line in part.splitlines()]
@@ -83,6 +91,7 @@ OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node --time --partitio
 OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
 OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
 OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
+OF_OTHER_TOOLS += " --working-dir"  # ray job submit
 OF_OTHER_TOOLS += " --compare --ranks --link --skip --cpu"  # tests/check.py
 OF_OTHER_TOOLS += " --values"  # tests/lines.py
 
@@ -145,6 +154,21 @@ def test_idea_runs_on_one_and_two_ranks(tmp_path):
 
 
 @processes
+def test_idea_in_the_readme_trains_as_the_example_does(tmp_path):
+    """The lines that a reader may paste run as they stand."""
+    (code,) = blocks(PAGES["README.md"], "python")
+    run_example(2, "idea.py", tmp_path)
+
+    def rank():
+        os.chdir(tmp_path)
+        exec(code.replace('"idea.pt"', '"readme.pt"'), {})
+
+    for process in fork_ranks(2, rank):
+        process.end()
+    assert_close(saved(tmp_path, "readme.pt"), saved(tmp_path, "idea.pt"))
+
+
+@processes
 def test_ported_script_ends_with_the_weights_of_the_script_before(tmp_path):
     expected = losses(run_example(1, "before.py", tmp_path / "before")[0])
     runs = [(size, "ported.py", {}) for size in (1, 2, 4)]
@@ -177,11 +201,11 @@ def test_batch_that_ranks_cannot_share_is_refused_in_one_line(name, tmp_path):
 @processes
 def test_noise_is_the_same_on_any_number_of_ranks(tmp_path):
     """And that of the old script, if this draws as the page says."""
-    seed = inline('seed_all("noise", 0')
+    seed = inline('ddp.seed_all("noise", 0')
     change = {
         "import torch\n": "import ddp_train as ddp\nimport torch\n",
         "for x, y in loader": "for step, (x, y) in enumerate(loader, 31 * epoch)",
-        "loss = nn": f"ddp.{seed}; x = x + 0.1 * torch.randn(32, 8); loss = nn",
+        "loss = nn": f"{seed}; x = x + 0.1 * torch.randn(32, 8); loss = nn",
     }
     run_example(1, "before.py", tmp_path, change | FLOAT64)
     expected = saved(tmp_path)
@@ -216,8 +240,8 @@ def test_resumed_script_has_the_same_bits(size, tmp_path):
         ("", 93),
     ):
         run_example(size, "resumed.py", parts, DROPOUT, call and f"{call} {size - 1}")
-        assert saved(parts, "out/checkpoint.pt")["step"] == step
-    for name in ("model.pt", "out/checkpoint.pt"):
+        assert saved(parts, "out/resumed.pt")["step"] == step
+    for name in ("model.pt", "out/resumed.pt"):
         assert flatten(saved(parts, name)) == flatten(saved(untouched, name))
 
 
@@ -235,7 +259,7 @@ def test_resumed_script_is_exact_on_fewer_ranks_and_with_workers(tmp_path):
 @processes
 def test_best_checkpoint_tracker_and_early_stopping(tmp_path):
     """The loss rises. So the first epoch is the best, and the third is the last."""
-    added = textwrap.indent(blocks(OWN, "python")[0], " " * 8)
+    added = textwrap.indent(snippet("tracker"), " " * 8)
     writer = "type('', (), {'add_scalar': lambda *a: print('tracked', *a[2:])})()"
     begin = f"import math; SummaryWriter = lambda folder: {writer}; "
     begin += f"{inline('best, best_epoch')}\n    {inline('if rank == 0: tracker')}\n"
@@ -258,39 +282,81 @@ def inline(beginning):
     return code
 
 
+def snippet(word):
+    """The block of Python in which this word is."""
+    (code,) = [code for code in blocks(OWN, "python") if word in code]
+    return textwrap.dedent(code)
+
+
 @processes
-def test_tokens_weighted_samples_and_exact_dropout_are_those_of_one_rank():
-    """Four sequences of different lengths. Nine samples, from the third on."""
+def test_accumulated_loss_per_token_is_that_of_one_rank():
+    """One step of three batches, each of four sequences of different lengths."""
 
     def rank():
         with ddp_train.distributed("cpu"):
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            names = {"ddp": ddp_train, "torch": torch, "world_size": world_size}
             torch.manual_seed(0)
             model = nn.Linear(1, 1)
-            wrapped = DistributedDataParallel(model)
-            lengths = torch.tensor([3, 9, 5, 20])[rank::world_size, None]
-            names["mask"] = torch.arange(20) < lengths
-            x = torch.arange(80.0).view(4, 20, 1)[rank::world_size]
-            names["loss_sum"] = (wrapped(x).squeeze(2).square() * names["mask"]).sum()
-            exec(inline("loss = "), names)
-            names["loss"].backward()
+            wrapped = DistributedDataParallel(model) if world_size > 1 else model
+            batches = []
+            for _ in range(3):
+                mask = torch.arange(20) < torch.randint(1, 21, (4, 1))
+                x = torch.randn(4, 20, 1)
+                batches.append([rows[rank::world_size] for rows in (x, 2 * x, mask)])
+            names = {"batches": batches, "wrapped": wrapped, "contextlib": contextlib}
+            names |= {"ddp": ddp_train, "rank": rank, "world_size": world_size}
+            names |= {"step": 0, "token_losses": squared_errors}
+            exec(snippet("tokens"), names)
+            return float(model.weight.grad)
 
+    gradients = [in_ranks(size, rank)[0] for size in (1, 2, 4)]
+    assert gradients == pytest.approx([gradients[0]] * 3)
+
+
+def squared_errors(found, expected):
+    return (found - expected).square().squeeze(2)
+
+
+@processes
+def test_score_of_the_whole_set_has_the_rows_of_all_ranks():
+    """Three samples: of four ranks, one has none. And all rows in the global order."""
+
+    def rank():
+        with ddp_train.distributed("cpu") as device:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            y = torch.arange(3.0)
+            x = torch.stack([y.sin(), y.cos()], 1)
+            names = {"ddp": ddp_train, "torch": torch, "device": device}
+            names["model"] = nn.Linear(2, 1)
+            nn.init.ones_(names["model"].weight)
+            mine = range(rank, 3, world_size)
+            names["val_loader"] = DataLoader(TensorDataset(x, y), 2, sampler=mine)
+            names["roc_auc_score"] = zip
+            exec(snippet("roc_auc_score"), names)
+            found = sorted(names["rows"][:, 1].tolist())
+            names["rows"] = torch.arange(8).view(8, 1)[rank::world_size]
+            return found, eval(inline("torch.stack("), names).flatten().tolist()
+
+    for size in (1, 4):
+        for found in in_ranks(size, rank):
+            assert found == ([0.0, 1.0, 2.0], list(range(8)))
+
+
+@processes
+def test_weighted_samples_are_those_of_one_rank():
+    """Nine samples, from the third on."""
+
+    def rank():
+        with ddp_train.distributed("cpu"):
+            names = {"ddp": ddp_train, "torch": torch}
             names["weights"] = torch.tensor([0.0, 0, 0, 1, 2, 3, 4, 5, 6])
-            exec(re.sub("(?m)^  ", "", blocks(OWN, "python")[1]), names)
+            exec(snippet("class WeightedSampler"), names)
             sampler = names["WeightedSampler"](range(9), 0)
             sampler.set_epoch(1, 3)
+            return list(sampler)
 
-            names |= {"nn": nn, "rank": rank}
-            exec(re.sub("(?m)^  ", "", blocks(OWN, "python")[2]), names)
-            dropped = names["ExactDropout"](0.5)(torch.ones(4 // world_size, 9))
-            return float(model.weight.grad), list(sampler), dropped.tolist()
-
-    (gradient, order, rows), first, second = *in_ranks(1, rank), *in_ranks(2, rank)
-    assert [rows[0::2], rows[1::2]] == [first[2], second[2]]
-    assert {0.0, 2.0} == set(sum(rows, []))
-    assert first[0] == second[0] == pytest.approx(gradient)
-    assert [first[1], second[1]] == [order[0::2], order[1::2]]
+    (order,), (first, second) = in_ranks(1, rank), in_ranks(2, rank)
+    assert [first, second] == [order[0::2], order[1::2]]
     assert min(order) >= 3 and len(order) == 6
 
 
@@ -304,16 +370,7 @@ def test_items_of_a_stream_are_read_once_by_ranks_and_workers():
     assert sorted(read) == list(range(23))
 
 
-def test_batches_by_hand_and_augmentation_with_a_seed():
-    names = {"order": list(range(40)), "B": 8, "world_size": 2, "i": 3, "torch": torch}
+def test_batches_by_hand():
+    names = {"order": list(range(40)), "B": 8, "world_size": 2, "i": 3}
     mine = [eval(inline("order["), names, {"rank": rank}) for rank in range(2)]
     assert mine == [[24, 26, 28, 30], [25, 27, 29, 31]]
-    names["augment"] = lambda x: x + torch.rand(3)
-    state, found = torch.get_rng_state(), []
-    for names["seed"] in (5, 6, 5):
-        names["x"] = torch.zeros(3)
-        exec(inline("with torch.random"), names)
-        found.append(names["x"].tolist())
-    assert found[0] == found[2] != found[1] and torch.equal(
-        torch.get_rng_state(), state
-    )
