@@ -66,7 +66,7 @@ test-fast: .venv/.tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py
 
 test-check: .venv/.tests ## does check.py find each fault, and only faults? minutes
-	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==4.57.6
+	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==5.24.0
 	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
 
 test-engines: .venv/.tests ## Ray, Open MPI (apt-get install openmpi-bin), Kubernetes: minutes

@@ -1366,7 +1366,7 @@ def test_ranks_that_do_not_differ_are_no_false_alarm(tiny, out):
     assert "\ndone: " in said[0]
 
     def rank():
-        own = ["--workers", os.environ["RANK"], "--local-rank", os.environ["RANK"]]
+        own = ["--workers", os.environ["RANK"]]
         main(*options, "--precision", "bf16", "--accum", 2, *own)
 
     in_ranks(2, rank)

@@ -92,7 +92,7 @@ OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
 OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
 OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
 OF_OTHER_TOOLS += " --working-dir"  # ray job submit
-OF_OTHER_TOOLS += " --compare --ranks --link --skip --cpu"  # tests/check.py
+OF_OTHER_TOOLS += " --compare --ranks --link --skip --steps --quick"  # tests/check.py
 OF_OTHER_TOOLS += " --values"  # tests/lines.py
 
 
