@@ -327,7 +327,7 @@ ROWS = {
     ),
     "rest": Row(
         "it trains as if nothing had happened: {apart}",
-        "launched again, it trains differently: {apart} in its step {first}",
+        "launched again, it trains differently: {off:.0e} apart in its step {first}",
         "Weights and samples were restored, and random numbers were the same. Are the "
         "optimizer and the scheduler? {rates}",
         "4",
@@ -2515,10 +2515,10 @@ class Check:
             reason = self.why_not(best, run)
             if reason:
                 self.line("note", "not replayed", reason=reason, ranks=run.ranks)
+            elif differing_buffers(run) and not best.scale:
+                self.line("WRONG", "buffers", names=differing_buffers(run), **values)
             elif best.first == 0:
                 self.line("WRONG", "gradient", **values)
-            elif differing_buffers(run):
-                self.line("WRONG", "buffers", names=differing_buffers(run), **values)
             else:
                 self.line("WRONG", "later gradient", **values)
         right = best.compared and best.is_right
@@ -2895,7 +2895,7 @@ class Check:
                 rates = f"The learning rate of its step {i} is {b['rates'][0]:.4g}, "
                 rates += f"not {a['rates'][0]:.4g}."
         first = None if where is None else where - done
-        values = {"apart": apart, "first": first, "rates": rates}
+        values = {"apart": apart, "off": far, "first": first, "rates": rates}
         if self.judge(where is None, "rest", **values):
             self.check_printed_again(again, done)
 
