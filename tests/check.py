@@ -753,6 +753,8 @@ class Recorder(TorchDispatchMode):
         self.bytes = 0
         self.ranks = []  # what each rank has recorded, to be replayed
         self.order = ""  # in which the rows of all ranks are joined: see Check.replay()
+        self.rows = None  # of each rank in this batch
+        self.stacked = False  # the batch has a tensor of all samples
         self.turn = 0  # calls of backward() so far
         self.in_run = Counter()  # draws outside of modules
         self.in_forward = Counter()  # draws in modules, in this turn
