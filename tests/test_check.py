@@ -449,7 +449,7 @@ FAULTS = [
         LOSS,
         UNFREEZE + LOSS,
         QUICK,
-        [("WRONG weights", {"first": "10"}), "note left out"],
+        [("WRONG weights", {"first": "9"}), "note left out"],
     ),
     fault(
         "gathered rows in the order of the ranks",
