@@ -1614,7 +1614,6 @@ class Gpus:
 
     def __init__(self):
         self._current = 0
-        self._used = set()  # those on which the script has put something
         self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._seed = torch.initial_seed()
         self._nccl = set()  # the names of the groups that seem to use it
@@ -1647,13 +1646,8 @@ class Gpus:
             is_gpu = str(place).partition(":")[0] == "cuda"
         if not is_gpu:
             return place
-        self._used.add(self._find(place))
+        self._find(place)
         return torch.device("cpu") if isinstance(place, torch.device) else "cpu"
-
-    def _shared(self):
-        """True if all is on rank 0's GPU. NCCL would fail: "Duplicate GPU detected"."""
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        return 0 < rank < self.device_count() and self._used == {0}
 
     def device_count(self):
         count = os.environ.get("CHECK_GPUS") or os.environ["LOCAL_WORLD_SIZE"]
