@@ -81,7 +81,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or exit may crash
+import torch.distributed.nn  # looks unused, but without it exit may crash
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
@@ -140,8 +140,8 @@ def build_optimizer(model, args):
 def compute_loss(model, batch):
     """The mean over the samples of a batch.
 
-    The model may be the DDP wrapper, so only call it. Averaging over tokens works only
-    if every sample has the same number of tokens, because every batch counts equally.
+    The model may be the DDP wrapper, so use it only as model(...). Average over tokens
+    only if every sample has as many of them, because every batch counts equally.
     Every trained weight must contribute to the loss, or DDP fails in the second step.
     """
     x, y = batch
@@ -181,15 +181,15 @@ def load_data(args):
 
 
 # ---- THE RUN -------------------------------------------------------------------------
-MAY_DIFFER = ["out", "workers"]  # between ranks
-MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # on resume
+MAY_DIFFER = ["out", "workers"]  # settings that may differ between ranks
+MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # settings
 
 
 def main(argv=None):
     args = parse_args(argv)
     with distributed(args.device, args.timeout) as device:
         stopped_by = train(args, device)
-    # Under torchrun exit with 0, or --max_restarts would restart the stopped rank.
+    # Under torchrun exit with 0, or its --max_restarts would restart a stopped rank.
     if stopped_by and not dist.is_torchelastic_launched():
         sys.exit(128 + stopped_by)
 
@@ -206,7 +206,7 @@ def train(args, device):
     optimizer = build_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the peak; torch's schedulers use this name
-    optimizer.state_dict()  # if that fails, as in ZeroRedundancyOptimizer, fail now
+    optimizer.state_dict()  # some optimizers fail here: better now than at a save
     n = len(train_set)
     global_batch = args.batch_size * args.accum * world_size  # samples per step
     used = n - n % global_batch  # samples per epoch: of 1001, in steps of 32, 992
@@ -228,21 +228,21 @@ def train(args, device):
     lock(folder)
     # done: samples of this epoch trained on so far, by all ranks together
     step, epoch, done, evaluation_due = resume(path, model, optimizer, settings)
-    # Not `used - done`: this epoch may have begun with a different global batch.
+    # Not `used - done`: if the global batch is smaller now, more samples can be used.
     samples_left = n - done + (args.epochs - epoch - 1) * used
     last_step = args.max_steps or step + samples_left // global_batch
 
     wrapped = model  # call it to train; its weights are those of model, not a copy
     if world_size > 1:
         # DDP: copy rank 0's weights to all ranks, then average the gradients in each
-        # backward(). gradient_as_bucket_view saves a copy of them, except with --accum.
+        # backward(). gradient_as_bucket_view needs less memory if --accum is 1.
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     loading = loading_options(device, args.workers, args.timeout)
-    # DDP: each rank has its own share of the samples. With shuffle=True they overlap.
+    # DDP: each rank has its own share. With DataLoader(shuffle=True) shares overlap.
     sampler = ResumableSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, **loading)
     # DDP: rank r validates samples r, r + W, r + 2W, ...: each one counts once.
@@ -253,7 +253,7 @@ def train(args, device):
     say(f"global batch: {global_batch} samples; an epoch: {n}, {n - used} left over")
     say(f"from step {step} to {last_step}")
     stop = StopSignal()
-    if evaluation_due or step >= last_step:  # the last launch may have ended before it
+    if evaluation_due or step >= last_step:  # the last launch may not have evaluated
         with autocast:
             log(folder, step, evaluate(model, score, val_loader, device))
     if step >= last_step:
@@ -267,7 +267,7 @@ def train(args, device):
         sampler.set_epoch(epoch, done)  # a new order, the same on all ranks
         seed_all("load", args.seed, step, rank)
         batches = iter(loader)
-        steps = min(last_step - step, (n - done) // global_batch)
+        steps = min(last_step - step, (n - done) // global_batch)  # 0: epoch is over
         for i in range(steps):
             if not results:
                 began = time.perf_counter()
@@ -302,7 +302,7 @@ def train(args, device):
                 log(folder, step, means)
                 results = []
             if saving:
-                # Save after everything that a step changes, such as a scheduler.
+                # Step a scheduler of your own before this, and add its state here.
                 state = {"epoch": epoch, "done": done, "settings": settings}
                 state |= {"evaluation_due": evaluation_due, "model": model.state_dict()}
                 state["optimizer"] = optimizer.state_dict()
@@ -348,7 +348,7 @@ def resume(path, model, optimizer, settings):
 def train_step(wrapped, batches, optimizer, autocast, args, device):
     """One optimizer step on args.accum batches. All ranks call it.
 
-    Returns {name: scalar tensor on the device}, for the log.
+    Returns {name: scalar tensor}, for the log. check_together() needs "grad_norm".
     """
     loss_sum = 0.0
     for i in range(args.accum):
@@ -562,9 +562,9 @@ def mean_over_ranks(results):
 
     All ranks call it, with the same names in each step. It waits for the GPU.
     """
-    seen = set().union(*all_gather({tuple(sorted(row)) for row in results}))
-    if len(seen) > 1:
-        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {seen}")
+    name_sets = set().union(*all_gather({tuple(sorted(row)) for row in results}))
+    if len(name_sets) > 1:
+        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {name_sets}")
     names = sorted(results[0])
     rows = [[float(row[name]) for name in names] for row in results]
     means = torch.tensor(rows, dtype=torch.float64).mean(0)
@@ -746,7 +746,7 @@ class StopSignal:
         if dist.is_torchelastic_launched() and os.getppid() != self.parent:
             self.number = signal.SIGTERM  # torchrun was killed
         number = torch.tensor(int(self.number))
-        # DDP: if one rank must stop, all ranks stop.
+        # If one rank must stop, all ranks stop.
         dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
@@ -820,8 +820,8 @@ def end_this_rank(error):
 def leave(handlers):
     """Leave the process group, and restore the signal handlers from before it."""
     kill_workers()
-    # Give gloo's threads time to finish. They need the GIL. If a DDP object were
-    # freed now, it would hold the GIL while it waits for them (pytorch issue 56297).
+    # Give gloo's threads time to finish. A DDP object that is freed before that would
+    # wait for them, and they for Python's lock, which it holds (pytorch issue 56297).
     time.sleep(0.1)
     dist.destroy_process_group()
     for number, handler in handlers:

@@ -32,7 +32,7 @@ def bare(args, device, clip=None):
         model = torch.compile(model)
     bf16 = args.precision == "bf16"
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-    for _, batch in zip(range(args.max_steps), loader, strict=False):
+    for _, batch in zip(range(args.max_steps), loader):
         batch = ddp_train.to_device(batch, device)
         with autocast:
             loss = ddp_train.compute_loss(model, batch)

@@ -37,6 +37,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -491,25 +492,14 @@ class Watcher:
         self.recorder.end_turn()
         return backward(*args, **kwargs)
 
-    def see_batch_norm(
-        self,
-        norm,
-        input,
-        running_mean,
-        running_var,
-        weight=None,
-        bias=None,
-        training=False,
-        momentum=0.1,
-        eps=1e-5,
-    ):
-        x, mean, var = input, running_mean, running_var
-        more = weight, bias, training, momentum, eps
+    def see_batch_norm(self, norm, *args, **named):
         if self.in_norm:  # a mode of torch calls it again
-            return norm(x, mean, var, *more)
+            return norm(*args, **named)
         self.in_norm = True
         try:
-            return self.normalize(norm, x, mean, var, *more)
+            call = inspect.signature(norm).bind(*args, **named)
+            call.apply_defaults()
+            return self.normalize(norm, *call.args)
         finally:
             self.in_norm = False
 
@@ -821,7 +811,7 @@ class Recorder(TorchDispatchMode):
     def give(self, key):
         """The batches of all ranks, one behind the other, instead of the loader's."""
         batches = [rank.batches.get(key, []) for rank in self.ranks]
-        of_steps = list(zip(*batches, strict=False))
+        of_steps = list(zip(*batches))
         if self.order == "in turn":
             of_steps = [[entry] for entries in of_steps for entry in entries]
         for entries in of_steps:
@@ -868,7 +858,7 @@ class Recorder(TorchDispatchMode):
                 return first
             dim = 0  # the dimension along which there are as many rows as samples
             if self.rows and first.dim() > 1 and first.shape[0] != self.rows[0] > 0:
-                if all(p.shape[1] == n for p, n in zip(parts, self.rows, strict=False)):
+                if all(p.shape[1] == n for p, n in zip(parts, self.rows)):
                     dim = 1
             try:
                 return self.join(self.widen(parts, dim), dim)
@@ -884,19 +874,17 @@ class Recorder(TorchDispatchMode):
             first.update(merged)
             return first
         if isinstance(first, tuple) and hasattr(first, "_fields"):
-            return type(first)(*map(self.merge, zip(*parts, strict=False)))
+            return type(first)(*map(self.merge, zip(*parts)))
         if isinstance(first, (list, tuple)):
             # Samples, as in detection, or columns: one entry for all samples each.
             counts = self.rows or [0]
             columns = bool(first) and all(has_rows(e, counts[0]) for e in first)
             stacked = top or self.stacked
-            samples = all(
-                len(part) == n for part, n in zip(parts, counts, strict=False)
-            )
+            samples = all(len(part) == n for part, n in zip(parts, counts))
             plain = first and rows_in(first[0]) is None
             if plain or (samples and counts[0] and not (columns and stacked)):
                 return type(first)(self.in_order([list(part) for part in parts]))
-            return type(first)(map(self.merge, zip(*parts, strict=False)))
+            return type(first)(map(self.merge, zip(*parts)))
         if any(part != first for part in parts):
             self.problem(
                 f"batches with a {type(first).__name__}, which cannot be joined"
@@ -907,30 +895,19 @@ class Recorder(TorchDispatchMode):
         """The rows of all ranks: rank by rank, or row by row."""
         if self.order in CONTROLS:
             return parts[0]
-        places = [(i, r) for r, part in enumerate(parts) for i in range(len(part))]
-        if self.order == "row by row":
-            places.sort()
-        return [parts[r][i] for i, r in places]
+        rows = sum(parts, [])
+        order = torch.cat(self.numbered(map(len, parts))).argsort().tolist()
+        return [rows[i] for i in order]
 
     def join(self, parts, dim):
         if self.order in CONTROLS:
             return parts[0]
-        joined = torch.cat(parts, dim)
-        if self.order == "row by row":
-            starts = [0]
-            for part in parts:
-                starts.append(starts[-1] + part.shape[dim])
-            numbers = [
-                list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)
-            ]
-            joined = joined.index_select(dim, torch.tensor(self.in_order(numbers)))
-        return joined
+        order = torch.cat(self.numbered(part.shape[dim] for part in parts)).argsort()
+        return torch.cat(parts, dim).index_select(dim, order)
 
     def widen(self, parts, dim):
         """Pad rows that were padded to different lengths to the longest."""
-        sizes = [
-            max(sizes) for sizes in zip(*[part.shape for part in parts], strict=False)
-        ]
+        sizes = [max(sizes) for sizes in zip(*[part.shape for part in parts])]
         rest = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
         if len(rest) == 1 or self.order == "narrow":
             return parts
@@ -967,7 +944,7 @@ class Recorder(TorchDispatchMode):
         if values is None or len(values) != len(weights):
             return
         with torch.no_grad():
-            for weight, value in zip(weights, values, strict=False):
+            for weight, value in zip(weights, values):
                 local = weight.to_local() if hasattr(weight, "to_local") else weight
                 if local.shape == value.shape:
                     local.copy_(value)
@@ -975,7 +952,7 @@ class Recorder(TorchDispatchMode):
     def set_options(self, optimizer):
         """The learning rate and so on, as the ranks had them."""
         options = self.ranks[0].options.get(self.watcher.step) if self.replays else None
-        for group, recorded in zip(optimizer.param_groups, options or [], strict=False):
+        for group, recorded in zip(optimizer.param_groups, options or []):
             for name, value in recorded.items():
                 if torch.is_tensor(group.get(name)):
                     group[name].fill_(value)
@@ -1046,13 +1023,12 @@ class Recorder(TorchDispatchMode):
 
     def numbered(self, sizes):
         """For each rank, where its rows are among those of all."""
-        places = [(i, r) for r, size in enumerate(sizes) for i in range(size)]
+        of_ranks = [[(i, rank) for i in range(n)] for rank, n in enumerate(sizes)]
+        places = sum(of_ranks, [])
         if self.order == "row by row":
             places.sort()
-        of_ranks = [[] for _ in sizes]
-        for number, (_, r) in enumerate(places):
-            of_ranks[r].append(number)
-        return [torch.tensor(numbers) for numbers in of_ranks]
+        number = {place: n for n, place in enumerate(places)}
+        return [torch.tensor([number[p] for p in own]).long() for own in of_ranks]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -1106,7 +1082,7 @@ class Recorder(TorchDispatchMode):
                 return None  # not all ranks do it, so it does not belong to the step
             self.problem(f"torch.{name}() is drawn more often than on the ranks")
             return None
-        highs, parts = zip(*parts, strict=False)
+        highs, parts = zip(*parts)
         shape = result.shape
         if all(part.shape == shape and torch.equal(part, parts[0]) for part in parts):
             return parts[0]  # they draw for the whole batch, or for one rank
@@ -1115,14 +1091,14 @@ class Recorder(TorchDispatchMode):
             return None
         if high and high == sum(highs) and len(parts) > 1:  # numbers of rows
             moved = []
-            for part, rows in zip(parts, self.numbered(highs), strict=False):
+            for part, rows in zip(parts, self.numbered(highs)):
                 moved.append(rows[part.long()].to(part.dtype))
             parts = moved
         for exact in (True, False):  # False: rows that were padded to other lengths
             for d in range(len(shape)):
                 rows = sum(part.shape[d] for part in parts)
                 sizes = [[*shape[:d], part.shape[d], *shape[d + 1 :]] for part in parts]
-                pairs = list(zip(parts, sizes, strict=False))
+                pairs = list(zip(parts, sizes))
                 if rows != shape[d] or any(not fits_in(p, s, exact) for p, s in pairs):
                     continue
                 # A few bits or numbers may be the same by chance.
@@ -1360,7 +1336,7 @@ def padding_of(parts, dim):
 
 def pad_to(tensor, sizes, value):
     edges = []
-    for have, size in zip(reversed(tensor.shape), reversed(sizes), strict=False):
+    for have, size in zip(reversed(tensor.shape), reversed(sizes)):
         edges += [0, size - have]
     return nn.functional.pad(tensor, edges, value=value) if any(edges) else tensor
 
@@ -1368,7 +1344,7 @@ def pad_to(tensor, sizes, value):
 def fits_in(tensor, sizes, exact):
     if exact:
         return list(tensor.shape) == list(sizes)
-    return all(have <= size for have, size in zip(tensor.shape, sizes, strict=False))
+    return all(have <= size for have, size in zip(tensor.shape, sizes))
 
 
 # Every floating-point number is in float64, also where a script asks for another dtype.
@@ -2365,7 +2341,7 @@ class Check:
         if self.sharded:
             self.line("note", "sharded")
         else:
-            pairs = zip(one, two, strict=False)
+            pairs = zip(one, two)
             differ = [a["step"] for a, b in pairs if a["bits"] != b["bits"]]
             same &= self.judge(not differ, "weights", first=differ[:1] and differ[0])
         same &= self.check_samples(run)
@@ -2467,7 +2443,7 @@ class Check:
                 epochs.setdefault(tuple(entry["key"]), []).append(entry["ids"])
         epochs = [tuple(map(tuple, epochs[key])) for key in run.keys]
         epochs = [epoch for epoch in epochs if sum(map(len, epoch)) > 1]
-        pairs = list(zip(epochs, epochs[1:], strict=False))
+        pairs = list(zip(epochs, epochs[1:]))
         same = [i for i, (a, b) in enumerate(pairs) if a == b]
         for steps in range(2, len(samples) // 2 + 1):
             if samples[steps:] == samples[:-steps] and any(samples):
@@ -2601,7 +2577,7 @@ class Check:
         if not any(step["norms"] for step in one) or self.sharded:
             return
         evaluated = [step["evaluated"] for step in one]
-        pairs = zip(one, two, strict=False)
+        pairs = zip(one, two)
         differ = any(a["evaluated"] != b["evaluated"] for a, b in pairs)
         if any(evaluated) and differ:
             detail = "They evaluate with these."
@@ -2619,19 +2595,14 @@ class Check:
                 mine, lines = json.loads(text)
                 ran |= set(mine)
                 every |= set(lines)
-        missed = sorted(every - ran)
-        if not missed or not ran:
+        texts = []
+        for has_run, lines in itertools.groupby(sorted(every), ran.__contains__):
+            lines = list(lines)
+            if not has_run:
+                end = f"-{lines[-1]}" if len(lines) > 1 else ""
+                texts.append(f"{lines[0]}{end}")
+        if not texts or not ran:
             return
-        ranges = []
-        for line in sorted(every):
-            if line in ran:
-                ranges.append(None)
-            elif ranges and ranges[-1]:
-                ranges[-1][1] = line
-            else:
-                ranges.append([line, line])
-        ranges = [pair for pair in ranges if pair]
-        texts = [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]
         text = ", ".join(texts[:8])
         if len(texts) > 8:
             text += f", and {len(texts) - 8} more places"
@@ -2670,8 +2641,7 @@ class Check:
         kind = two.kind_of_samples()
         mine = one.samples(0, kind)
         theirs = [
-            sum(rows, [])
-            for rows in zip(*[two.samples(r, kind) for r in (0, 1)], strict=False)
+            sum(rows, []) for rows in zip(*[two.samples(r, kind) for r in (0, 1)])
         ]
         count = sum(map(len, mine)) / len(mine)
         of_ranks = sum(map(len, theirs)) / len(theirs)
@@ -2681,16 +2651,13 @@ class Check:
             return
         values = {"one": count, "two": of_ranks, "how": how}
         self.judge(same_size, "global batch", "note", **values)
-        pairs = list(zip(mine, theirs, strict=False))
+        pairs = list(zip(mine, theirs))
         same = all(Counter(a) == Counter(b) for a, b in pairs)
         if not same or not same_size:
             return
         rates = [[step["rates"] for step in run.steps[0]] for run in (one, two)]
-        for first, (a, b) in enumerate(zip(*rates, strict=False)):
-            if any(
-                abs(x - y) > 1e-6 * max(abs(x), abs(y))
-                for x, y in zip(a, b, strict=False)
-            ):
+        for first, (a, b) in enumerate(zip(*rates)):
+            if any(abs(x - y) > 1e-6 * max(abs(x), abs(y)) for x, y in zip(a, b)):
                 values = {"one": f"{a[0]:.4g}", "two": f"{b[0]:.4g}", "first": first}
                 self.line("WRONG", "rates", **values)
                 return
@@ -2841,7 +2808,7 @@ class Check:
             return
         for kind in ("ids", "rows", "inputs"):
             mine, theirs = [r.samples(0, kind) for r in (again, two)]
-            pairs = list(zip(mine, theirs[done:], strict=False))
+            pairs = list(zip(mine, theirs[done:]))
             other = [i for i, (a, b) in enumerate(pairs) if Counter(b) - Counter(a)]
             if kind == "ids" and other:
                 self.line("WRONG", "other samples", first=other[0])
@@ -2852,25 +2819,21 @@ class Check:
                     return
         draws = {}
         for rank in range(2):
-            pairs = zip(two.steps[rank][done:], again.steps[rank], strict=False)
+            pairs = zip(two.steps[rank][done:], again.steps[rank])
             draws[rank] = [
                 i for i, (a, b) in enumerate(pairs) if a["draws"] != b["draws"]
             ]
         far, where = drift(rest, steps, two, 1e-6)
         rows = [
-            i
-            for i, (a, b) in enumerate(zip(rest, steps, strict=False))
-            if a["inputs"] != b["inputs"]
+            i for i, (a, b) in enumerate(zip(rest, steps)) if a["inputs"] != b["inputs"]
         ]
         noise = rows and not any(draws.values())
         if any(draws.values()) or (rows and where is not None):
             who = " and ".join(
                 f"rank {rank}" for rank in range(2) if draws[rank] or noise
             )
-            pairs = list(zip(*[again.steps[rank] for rank in range(2)], strict=False))
-            before = list(
-                zip(*[two.steps[rank][done:] for rank in range(2)], strict=False)
-            )
+            pairs = list(zip(*[again.steps[rank] for rank in range(2)]))
+            before = list(zip(*[two.steps[rank][done:] for rank in range(2)]))
             alike = [a["draws"] == b["draws"] != [] for a, b in pairs]
             were = [a["draws"] == b["draws"] != [] for a, b in before]
             same = (
@@ -2886,7 +2849,7 @@ class Check:
         if again.bits[0][:left] == [step["bits"] for step in rest][: len(steps)]:
             apart = "the same bits"
         rates = ""
-        for i, (a, b) in enumerate(zip(rest, steps, strict=False)):
+        for i, (a, b) in enumerate(zip(rest, steps)):
             if a["rates"] != b["rates"] and not rates:
                 rates = f"The learning rate of its step {i} is {b['rates'][0]:.4g}, "
                 rates += f"not {a['rates'][0]:.4g}."
@@ -2902,7 +2865,7 @@ class Check:
             count = min(len(expected), len(found))
             if not count or self.options.steps:
                 continue
-            pairs = list(zip(expected[-count:], found[-count:], strict=False))
+            pairs = list(zip(expected[-count:], found[-count:]))
             other = [(a, b) for a, b in pairs if not self.agree(a, b)]
             one, two = other[0] if other else pairs[0]
             values = {"pattern": shortened(pattern), "one": one, "two": two}
@@ -2962,7 +2925,7 @@ class Replay:
         self.name = "?"
         self.scale = ""
         limit = LIMITS[float64]
-        pairs = list(zip(run.steps[0], one.steps[0], strict=False))
+        pairs = list(zip(run.steps[0], one.steps[0]))
         pairs = [pair for pair in pairs if pair[0]["optimizer"] == pair[1]["optimizer"]]
         self.compared = len(pairs)
         before = {number: start["weights"] for number, start in run.starts.items()}
@@ -3018,12 +2981,12 @@ def shared_of(run, kind):
 
 
 def shared_rows(one, two):
-    return sum((a & b).total() for a, b in zip(one, two, strict=False))
+    return sum((a & b).total() for a, b in zip(one, two))
 
 
 def differing_buffers(run):
     names = set()
-    for steps in zip(*run.steps, strict=False):
+    for steps in zip(*run.steps):
         for step in steps[1:]:
             names |= {
                 name
@@ -3060,7 +3023,7 @@ def drift(expected, steps, launch, limit):
     """
     far = 0.0
     where = None
-    for a, b in zip(expected, steps, strict=False):
+    for a, b in zip(expected, steps):
         start = launch.starts[a["optimizer"]]["weights"]
         apart = math.dist(a["weights"], b["weights"])
         apart /= math.dist(a["weights"], start) or 1.0

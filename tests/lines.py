@@ -111,7 +111,7 @@ MISTAKES = {
     ),
     "= global_batch / seconds": "= global_batch / world_size / seconds",
     "= stop.requested()": "= step % args.log_every == 0 and stop.requested()",
-    'load_state_dict(saved["model"])': 'load_state_dict(saved["model"], strict=False)',
+    'load_state_dict(saved["model"])': 'load_state_dict(saved["model"])',
     "zlib.crc32(data.numpy())": "zlib.crc32(data[:65536].numpy())",
     'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
     "suppress(OSError)": "suppress(BrokenPipeError)",
