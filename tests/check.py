@@ -61,6 +61,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
 from torch.overrides import TorchFunctionMode
@@ -104,7 +105,7 @@ ROWS = {
     "alone": Row(
         "the ranks train together",
         "every rank trains alone",
-        "No step of the optimizer follows a forward() of DDP or FSDP, or a collective. "
+        "Most steps follow no forward() of DDP or FSDP, and no collective. "
         "Does the script call init_process_group(), and wrap the model?",
         "1",
     ),
@@ -143,6 +144,13 @@ ROWS = {
         "Does each loss come from the DDP object, not from the model in it? Are the "
         "learning rates the same on all ranks? Does one rank change weights by itself?",
         "1",
+    ),
+    "same gpu": Row(
+        "",
+        "all ranks of a machine use GPU 0",
+        'NCCL refuses that: "Duplicate GPU detected". Call '
+        "torch.cuda.set_device(local_rank) first, with LOCAL_RANK.",
+        "H",
     ),
     "sharded": Row(
         "",
@@ -365,6 +373,12 @@ ROWS = {
         "Is LOCAL_RANK taken for RANK, or a seed made from it?",
         "2",
     ),
+    "shared disk": Row(
+        "",
+        "two machines need a shared disk: {error}",
+        "In a folder of its own, the second one fails. In one folder, both train.",
+        "2",
+    ),
     "both save": Row(
         "",
         "both machines save {names}",
@@ -406,7 +420,7 @@ class Watcher:
         self.names = {}  # of weights, by id
         self.loaders = []
         self.groups = set()  # of the DDP objects: see forget_everything()
-        names = "cuda", "seeded", "unseeded", "hook", "wrapped"
+        names = "cuda", "seeded", "unseeded", "hook", "wrapped", "join"
         self.once = dict.fromkeys(names, False)
         self.forget()
         self.recorder = Recorder(self, options)
@@ -425,6 +439,7 @@ class Watcher:
             (DistributedDataParallel, "__init__", "wrapped"),
             (torch.cuda, "is_available", "cuda"),
             (torch, "manual_seed", "seeded"),
+            (Join, "__enter__", "join"),
         ):
             wrap(owner, name, functools.partial(self.see_once, mark_of))
         wrap(random, "seed", self.see_other_seed)
@@ -602,6 +617,8 @@ class Watcher:
         sys.stderr.flush()
         self.recorder.close()
         write_lines(self.rank)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # it would look for its parent only every 5 seconds
         os._exit(0)
 
     def disturb(self, action, at, pause):
@@ -629,6 +646,7 @@ class Watcher:
             "rates": [float(group.get("lr", 0)) for group in optimizer.param_groups],
             "ranks": dist.get_world_size() if dist.is_initialized() else 1,
             "own seed": self.gpus and self.gpus._seed != torch.initial_seed(),
+            "shared": self.gpus and self.gpus._shared(),
             **self.once,
             **self.seen,
         }
@@ -1590,6 +1608,7 @@ class Gpus:
 
     def __init__(self):
         self._current = 0
+        self._used = set()  # those that the script has named
         self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._seed = torch.initial_seed()
         self._nccl = set()  # the names of the groups that seem to use it
@@ -1606,6 +1625,7 @@ class Gpus:
                 f"CUDA error: invalid device ordinal: cuda:{index} on a machine with "
                 f"{self.device_count()} ranks, which seems to have a GPU for each"
             )
+        self._used.add(index)
         # FSDP1 takes a second to import. So it is changed when the script has it.
         module = sys.modules.get("torch.distributed.fsdp")
         fsdp = getattr(module, "FullyShardedDataParallel", None)
@@ -1624,6 +1644,11 @@ class Gpus:
             return place
         self._find(place)
         return torch.device("cpu") if isinstance(place, torch.device) else "cpu"
+
+    def _shared(self):
+        """Whether this rank uses rank 0's GPU, and no other, with NCCL."""
+        rank = int(os.environ["LOCAL_RANK"])
+        return bool(self._nccl) and 0 < rank < self.device_count() and self._used == {0}
 
     def device_count(self):
         count = os.environ.get("CHECK_GPUS") or os.environ["LOCAL_WORLD_SIZE"]
@@ -2336,7 +2361,11 @@ class Check:
         if not self.judge(any(moved), "moves", steps=len(one)):
             return False
         self.judge(not run.stayed, "left", pids=run.stayed)
-        same = self.judge(len(one) == len(two), "steps", one=len(one), two=len(two))
+        if two[-1:] and two[-1]["shared"]:
+            self.line("WRONG", "same gpu")
+        word = "note" if one[-1]["join"] else "WRONG"  # Join expects unequal numbers
+        counts = {"one": len(one), "two": len(two)}
+        same = self.judge(len(one) == len(two), "steps", word, **counts)
         self.sharded = any(step["sharded"] for step in one)
         if self.sharded:
             self.line("note", "sharded")
@@ -2779,7 +2808,10 @@ class Check:
         elif len(made) == len(expected) and run.name == "stop":
             self.line("LOSES", "signal")
         elif again.hangs or not again.ended_well:
-            self.line("WRONG", "again", **again.words())
+            # It may refuse, so as to overwrite nothing.
+            refuses = re.search("exists|not empty", again.words()["error"])
+            word = "LOSES" if refuses and not again.steps[0] else "WRONG"
+            self.line(word, "again", **again.words())
         elif not again.steps[0]:
             values = {"made": 0, "left": len(expected) - len(made)}
             self.line("WRONG", "no rest", **values)
@@ -2877,6 +2909,15 @@ class Check:
         if asks and not ordinal and (not run.trained or run.bits != self.two.bits):
             run = Launch(self, "machines-cpu", machines=2)
             self.title("Two machines, without pretended GPUs", run)
+        error = run.words()["error"]
+        shared = run.log / "shared"
+        if not run.trained and run.words()["hint"]:  # a file is missing
+            gpus = run.options["gpus"]
+            folders = [shared, shared]
+            run = Launch(self, "machines-shared", 2, 2, folders, gpus=gpus)
+            self.title("Two machines that share a folder", run)
+            if run.trained:
+                self.line("note", "shared disk", error=error)
         if not run.trained:
             if "cannot be imitated" in run.read("errors"):
                 self.line("note", "imitated", **run.words())
@@ -2891,7 +2932,7 @@ class Check:
         else:
             self.line("note", "random", what="two machines")
         first, second = [checkpoints_in(folder) for folder in run.folders]
-        if first & second:
+        if first & second and shared not in run.folders:
             self.line("note", "both save", names=sorted(first & second))
 
     def summary(self):

@@ -579,6 +579,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -858,6 +859,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 """
+JOINED = f"""\
+with Join([wrapped]):
+    for i, (x, y) in enumerate(loader):
+        if rank == 1 and i == 9:
+            break
+{STEP}"""
 JUST_DDP = "wrapped = DistributedDataParallel(model)\n"
 
 COPIED = """\
@@ -1258,6 +1265,11 @@ SMALL = [
         [("WRONG steps", {"one": "20", "two": "21"}), "note left out"],
     ),
     Case(
+        "one rank has another batch, under Join",
+        plain((EPOCHS, JOINED)),
+        [("note steps", {"one": "10", "two": "9"}), "note left out"],
+    ),
+    Case(
         "a file is missing",
         plain(("x = torch", 'open("data.txt")\nx = torch')),
         [
@@ -1397,6 +1409,13 @@ def resumable(*pairs):
     return change(text, KEPT, *pairs)
 
 
+FIRST = "stop, start, done, best = [], 0, 0, 99.0\n"
+SHARED = """\
+if rank == 0:
+    torch.save(x, "made.pt")
+dist.barrier()
+torch.load("made.pt")
+"""
 RESTORED = """\
 if start + done:
     torch.set_rng_state(saved["rng"])
@@ -1446,6 +1465,12 @@ RESUMES = [
         "launched again, it fails",
         resumable(('saved["best"]', 'saved["worst"]')),
         [RIGHT, "ok masks", ("WRONG again", {"error": "KeyError: 'worst'"}), AFTER],
+        RESUME,
+    ),
+    Case(
+        "launched again, it refuses",
+        resumable((FIRST, 'if rank == 0:\n    os.mkdir("once")\n' + FIRST)),
+        [RIGHT, "ok masks", "LOSES again", "LOSES again"],
         RESUME,
     ),
     Case(
@@ -1529,6 +1554,12 @@ RESUMES = [
         RESUME,
     ),
     Case(
+        "a file that rank 0 makes for all",
+        resumable((FIRST, SHARED + FIRST)),
+        [RIGHT, "ok masks", "note shared disk", "ok machines"],
+        MACHINES,
+    ),
+    Case(
         "both machines save",
         resumable(
             (
@@ -1590,6 +1621,12 @@ GPUS = [
         on_gpus(("set_device(local)", "set_device(rank)")),
         BY_RANK,
         MACHINES,
+        ci=True,
+    ),
+    Case(
+        "all ranks on GPU 0",
+        on_gpus(("torch.cuda.set_device(local)\n", "local = 0\n")),
+        ["WRONG same gpu", RIGHT],
         ci=True,
     ),
     Case(
