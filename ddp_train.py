@@ -340,9 +340,7 @@ def resume(path, model, optimizer, settings):
             group.update(now)
         return saved["step"], saved["epoch"], saved["done"], saved["evaluation_due"]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise
-        sys.exit(f"{path} does not fit this program: use another --out. {error!r}")
+        sys.exit(f"cannot restore {path} (a new model? use another --out): {error!r}")
 
 
 def train_step(wrapped, batches, optimizer, autocast, args, device):
@@ -422,7 +420,7 @@ def init_distributed(device="auto", timeout=600):
     device = choose_device(device)
     if "RANK" in os.environ:
         # The device of a tensor decides: NCCL connects GPUs, gloo connects CPUs. So
-        # requested() and all_gather(), on CPU tensors, never wait for a busy GPU.
+        # requested() and all_gather() use CPU tensors, and never wait for a busy GPU.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -430,10 +428,10 @@ def init_distributed(device="auto", timeout=600):
         # DDP: join the other ranks.
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     else:
-        size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE")
-        if int(size or 1) > 1:
-            use = "torchrun, or mpirun -N 1 ./run_multi_node.sh"
-            sys.exit(f"mpirun started {size} runs that each train alone: use {use}")
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+            if int(os.environ.get(name, 1)) > 1:  # set by mpirun or srun
+                use = "torchrun, or run_multi_node.sh as one task per node"
+                sys.exit(f"{name} is set, but each run would train alone: use {use}")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -483,8 +481,8 @@ class ResumableSampler(DistributedSampler):
     The attributes rank and num_replicas (the world size) come from DistributedSampler.
     """
 
-    def __init__(self, dataset, seed):
-        super().__init__(dataset, seed=seed)
+    def __init__(self, dataset, seed, num_replicas=None, rank=None):
+        super().__init__(dataset, num_replicas, rank, seed=seed)
         self.start = 0
 
     def set_epoch(self, epoch, start=0):
@@ -493,7 +491,7 @@ class ResumableSampler(DistributedSampler):
         self.start = start
 
     def __len__(self):
-        return (len(self.dataset) - self.start) // self.num_replicas
+        return max(0, len(self.dataset) - self.start) // self.num_replicas
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -556,21 +554,20 @@ def ignore_signals(worker):
 
 
 # ---- Numbers: average, compare, evaluate, log
-# Imports: contextlib, json, os, sys, Path, torch, nn, dist
+# Imports: contextlib, json, os, sys, Path, torch, dist
 def mean_over_ranks(results):
     """[{name: number or tensor}], one per step -> {name: mean over steps and ranks}.
 
     All ranks call it, with the same names in each step. It waits for the GPU.
     """
-    name_sets = set().union(*all_gather({tuple(sorted(row)) for row in results}))
-    if len(name_sets) > 1:
-        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {name_sets}")
+    rows = all_gather({(len(results), *sorted(row)) for row in results or [{}]})
+    if len(set().union(*rows)) > 1:  # the number of steps, and names
+        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {rows}")
     names = sorted(results[0])
     rows = [[float(row[name]) for name in names] for row in results]
-    means = torch.tensor(rows, dtype=torch.float64).mean(0)
+    means = torch.tensor(rows, dtype=torch.float64).mean(0) / dist.get_world_size()
     # DDP: the mean over all ranks. Otherwise the log has only rank 0's loss.
     dist.all_reduce(means)
-    means /= dist.get_world_size()
     return {name: float(means[names.index(name)]) for name in results[0]}
 
 
@@ -578,16 +575,16 @@ def check_together(results, model):
     """Exit on all ranks if their models have diverged. All ranks call it.
 
     DDP keeps them equal, unless a step calls the model without DDP, or a rank has its
-    own learning rate, or changes its weights on its own. This compares two norms: of
-    all weights, and of the last gradient, results[-1]["grad_norm"].
+    own learning rate, or changes its weights on its own. This compares the norm of each
+    weight, and of the last gradient, results[-1]["grad_norm"].
     """
+    names = [*dict(model.named_parameters()), "the gradient"]
     norms = [weight.detach().float().norm() for weight in model.parameters()]
-    norms = [float(nn.utils.get_total_norm(norms)), float(results[-1]["grad_norm"])]
-    rows = torch.tensor(all_gather(norms), dtype=torch.float64)  # one row per rank
-    # "not <=" instead of ">", because comparisons with NaN are False.
-    if not ((rows - rows[0]).abs() <= 1e-6 * rows[0]).all():
-        text = f"norms of [weights, gradient] of each rank: {rows.tolist()}"
-        sys.exit(f"the ranks differ, or are not finite: {text}")
+    norms = [*torch.stack(norms).tolist(), float(results[-1]["grad_norm"])]
+    for name, *of_ranks in zip(names, *all_gather(norms), strict=True):
+        # "not <=" instead of ">", because comparisons with NaN are False.
+        if not all(abs(x - of_ranks[0]) <= 1e-6 * of_ranks[0] for x in of_ranks):
+            sys.exit(f"the ranks differ, or are not finite: norm of {name}: {of_ranks}")
 
 
 @torch.no_grad()
@@ -614,11 +611,12 @@ def evaluate(model, score_fn, loader, device):
             sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
     for module, was_training in modes:  # a frozen layer stays in eval mode
         module.train(was_training)
-    total = {}
+    rows = all_gather({name: float(value) for name, value in sums.items()})
+    rows = [row for row in rows if row] or [{}]  # a rank may have no batch
+    if any(row.keys() != rows[0].keys() for row in rows):
+        sys.exit(f"score() must return the same names on all ranks, not {rows}")
     # DDP: add up the sums of all ranks.
-    for of_rank in all_gather({name: float(value) for name, value in sums.items()}):
-        for name, value in of_rank.items():
-            total[name] = total.get(name, 0) + value
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
     count = total.pop("count", 0)
     if total and not count:
         sys.exit('score() must return "count", the number of samples')
@@ -658,7 +656,8 @@ def save_checkpoint(path, step, **content):
     if dist.get_rank() > 0:
         return
     path = Path(path)
-    beside = path.with_suffix(".tmp")
+    beside = path.with_name(f"{path.name}.tmp")
+    handled = sys.exc_info()[1]  # by the caller
     try:
         with open(beside, "wb") as file:
             torch.save({"step": step, **content}, file)
@@ -671,7 +670,7 @@ def save_checkpoint(path, step, **content):
         os.replace(beside, path)
     except Exception as error:  # pickle and torch can raise anything
         beside.unlink(missing_ok=True)
-        while error.__context__:  # torch buries "No space left" there
+        while error.__context__ not in (None, handled):  # torch buries the cause
             error = error.__context__
         sys.exit(f"cannot save {path} (the old one is intact): {error}")
 
@@ -719,13 +718,13 @@ def lock(folder):
 
 
 # ---- Stop
-# Imports: os, signal, torch, dist
+# Imports: contextlib, os, signal, torch, dist
 class StopSignal:
     """Tracks whether any rank has received a signal to stop, or torchrun has died.
 
-    All ranks call requested() after each step and get the same answer, so that they
-    save and stop at the same step. torchrun gives them 30 s (--shutdown-timeout), and
-    passes on SIGUSR1 only if --signals-to-handle includes it.
+    All ranks call requested() after each step and get the same answer, so they stop at
+    the same step. torchrun gives them 30 s (--shutdown-timeout), and passes on SIGUSR1
+    only with --signals-to-handle. Workers must ignore signals: see loading_options().
     """
 
     number = 0
@@ -739,7 +738,8 @@ class StopSignal:
     def receive(self, number, frame):
         self.number = number
         text = f"signal {number}: will save and stop after this step"
-        write(2, f"{text} (kill -9 {os.getpid()} to quit now)")
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text} (kill -9 {os.getpid()} to quit now)\n".encode())
 
     def requested(self):
         """The number of the signal, or 0. All ranks call it."""
@@ -785,8 +785,8 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         low, high = RANGES.get(name, (1e-300, math.inf))
         is_number = type(value) in (int, float) and value != parser.get_default(name)
-        if is_number and not low <= value < high:
-            parser.error(f"argument --{name}: {value} is out of range")
+        if value == "" or (is_number and not low <= value < high):
+            parser.error(f"argument --{name}: {value!r} is out of range")
     return args
 
 

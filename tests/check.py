@@ -2838,7 +2838,7 @@ class Check:
         if len(again.steps[0]) != left and not self.options.steps:
             self.line("WRONG", "no rest", made=len(again.steps[0]), left=left)
             return
-        for kind in ("ids", "rows", "inputs"):
+        for kind in ("ids", "rows"):
             mine, theirs = [r.samples(0, kind) for r in (again, two)]
             pairs = list(zip(mine, theirs[done:]))
             other = [i for i, (a, b) in enumerate(pairs) if Counter(b) - Counter(a)]
