@@ -1952,16 +1952,19 @@ def gather_any_shape(gather, tensors, tensor, *args, **kwargs):
 
 
 def average(reduce, *args, **kwargs):
-    """A collective that knows ReduceOp.AVG, which gloo does not have."""
+    """A collective with ReduceOp.AVG and a future, which gloo does not have."""
     call = inspect.signature(reduce).bind(*args, **kwargs)
     is_mean = call.arguments.get("op") == dist.ReduceOp.AVG
     if is_mean:
         call.arguments["op"] = dist.ReduceOp.SUM
     work = reduce(*call.args, **call.kwargs)
+    total = call.args[0]
+    if type(work) is dist.Work:
+        work.wait()
+        future = torch.futures.Future()
+        future.set_result([total])
+        work = torch._C._distributed_c10d._create_work_from_future(future)
     if is_mean:
-        if work is not None:
-            work.wait()
-        total = call.args[0]
         whole = None if total.is_floating_point() else "trunc"  # as NCCL does
         ranks = dist.get_world_size(call.arguments.get("group"))
         total.div_(ranks, rounding_mode=whole)

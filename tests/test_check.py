@@ -1609,6 +1609,23 @@ def on_gpus(*pairs, model=MODEL):
     return change(text, *pairs)
 
 
+# Each rank averages a share of the gradient, as an optimizer with sharded states does.
+SHARES = """\
+class Shares(torch.optim.SGD):
+    def step(self):
+        for weight in model.parameters():
+            total = weight.grad.flatten()
+            share = total[: len(total) // size].clone()
+            mean, more = dist.ReduceOp.AVG, {"async_op": True}
+            work = dist.reduce_scatter_tensor(share, total, op=mean, **more)
+            work.get_future().wait()
+            work = dist.all_gather_into_tensor(total, share, **more)
+            work.get_future().wait()
+            weight.data -= 0.1 * total.view_as(weight)
+
+
+wrapped, optimizer = model, Shares(model.parameters(), 0.1)
+"""
 ORDINAL = (
     "RuntimeError: CUDA error: invalid device ordinal: cuda:1 on a machine with 1 "
     "ranks, which seems to have a GPU for each"
@@ -1651,6 +1668,12 @@ GPUS = [
         "batch norm of each rank on GPUs",
         on_gpus(model=change(MODEL, NORM)),
         [RIGHT, "note batch norm"],
+    ),
+    Case("shares of the gradient", on_gpus((GPU_WRAP, SHARES)), [RIGHT], ci=True),
+    Case(
+        "sums of shares of the gradient",
+        on_gpus((GPU_WRAP, SHARES.replace("AVG", "SUM"))),
+        [("WRONG gradient", {"first": "0", "scale": "It is 2 times as large."})],
     ),
     Case(
         "the random state of the GPU",
