@@ -649,6 +649,7 @@ for epoch in range(2):
             optimizer.step()
             optimizer.zero_grad()
 """
+PARTS = "% (5 // size) == 5 // size - 1"
 GAN = """\
 critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 critic = DistributedDataParallel(critic)
@@ -954,6 +955,11 @@ SMALL = [
         ci=True,
     ),
     Case(
+        "accumulation that the ranks do not divide",
+        in_place_of(DATA, MODEL, WRAP, change(ACCUMULATION, ("% 3 == 2", PARTS))),
+        [("note not replayed", {})],
+    ),
+    Case(
         "two networks and two optimizers",
         in_place_of(DATA, MODEL, WRAP, GAN),
         [RIGHT, "ok masks"],
@@ -1114,6 +1120,11 @@ SMALL = [
     Case(
         "each rank shuffles everything",
         plain(("model = ", "torch.manual_seed(rank)\nmodel = "), NO_SAMPLER, NO_EPOCH),
+        [("note whole epoch", {}), RIGHT],
+    ),
+    Case(
+        "each rank shuffles with its own seed",
+        plain(("seed=0", "seed=rank")),
         [("note whole epoch", {}), RIGHT],
     ),
     Case(
@@ -1741,6 +1752,20 @@ for epoch in range(2):
         optimizer.step()
 accelerator.end_training()
 """
+# Rank 0 reads the batches for all ranks, where there is no index.
+STREAM = ACCELERATE.replace("DataLoader(dataset,", "DataLoader(Stream(),").replace(
+    "shuffle=True", "shuffle=False"
+)
+STREAM = (
+    """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(dataset)
+
+
+"""
+    + STREAM
+)
 LIGHTNING = """
 import lightning
 
@@ -1827,6 +1852,7 @@ Trainer(BertForSequenceClassification(config), options, train_dataset=Rows()).tr
 )
 LIBRARIES = [
     Case("accelerate", ACCELERATE, [RIGHT], ci=True),
+    Case("accelerate", STREAM, ["note order", RIGHT]),
     Case("lightning", LIGHTNING, [RIGHT], ci=True),
     Case("lightning.fabric", FABRIC, [RIGHT]),
     # The Trainer sets the same seed on all ranks.
