@@ -392,9 +392,9 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 def distributed(device="auto", timeout=600):
     """Wrap all distributed code in `with distributed() as device:`.
 
-    If one of several ranks fails, it says why and exits with 1, and torchrun ends the
-    others. For expected errors, call sys.exit("one line"). sys.exit(0) is no failure if
-    all ranks call it. At the end they wait for each other, at most `timeout` seconds.
+    If one of several ranks fails, it says why and exits with 1. Its `finally` blocks
+    have 30 s. For expected errors, call sys.exit("one line"). sys.exit(0) is no failure
+    if all ranks call it. At the end they wait for each other, for `timeout` seconds.
     """
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     device = init_distributed(device, timeout)

@@ -542,8 +542,7 @@ class Watcher:
 
     def see_indices(self, choose, iterator):
         index = choose(iterator)
-        if hasattr(iterator, "check_indices"):
-            iterator.check_indices.append(index)
+        vars(iterator).setdefault("check_indices", deque()).append(index)
         return index
 
     def see_loader(self, iterate, loader):
@@ -559,6 +558,8 @@ class Watcher:
         key = (number[0], known[1] - 1)
         if self.recorder.gives(key):
             return self.recorder.give(key)
+        if getattr(loader, "_iterator", None) is not None:  # workers that persist
+            loader._iterator.check_indices = deque()
         with self.recorder.pause():
             iterator = iterate(loader)
         return Batches(self, key, loader, iterator)
@@ -664,7 +665,7 @@ class Batches:
         self.watcher = watcher
         self.key = key
         self.iterator = iterator
-        iterator.check_indices = deque()
+        self.indices = getattr(iterator, "check_indices", deque())
         self.data = 0
         if key[1] == 0:
             watcher.note_others()
@@ -692,8 +693,8 @@ class Batches:
             raise
         batch = map_tensors(in_default_dtype, batch)
         indices = []
-        if self.iterator.check_indices:
-            chosen = self.iterator.check_indices.popleft()
+        if self.indices:
+            chosen = self.indices.popleft()
             chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
             if all(index is not None for index in chosen):
                 indices = [zlib.crc32(repr(index).encode()) for index in chosen]
@@ -1410,6 +1411,10 @@ def disable_autocast(create, context, device_type, *args, **kwargs):
     create(context, device_type, enabled=False)
 
 
+def disable_scaler(create, scaler, device="cuda", *args, **kwargs):
+    create(scaler, device, enabled=False)
+
+
 def double_of(make, array, *args, **kwargs):
     return in_default_dtype(make(array, *args, **kwargs))
 
@@ -1445,6 +1450,7 @@ def watch(words):
     if options["float64"]:
         torch.set_default_dtype(torch.float64)
         wrap(torch.autocast, "__init__", disable_autocast)
+        wrap(torch.amp.GradScaler, "__init__", disable_scaler)
         wrap(torch, "from_numpy", double_of)
         wrap(torch, "set_default_dtype", keep_float64)
         InFloat64().__enter__()
@@ -2698,8 +2704,7 @@ class Check:
         theirs = [
             sum(rows, []) for rows in zip(*[two.samples(r, kind) for r in (0, 1)])
         ]
-        count = sum(map(len, mine)) / len(mine)
-        of_ranks = sum(map(len, theirs)) / len(theirs)
+        count, of_ranks = [mean_size(steps) for steps in (mine, theirs)]
         how = "grows" if of_ranks > count else "shrinks"
         same_size = abs(count - of_ranks) <= 0.02 * of_ranks
         if not count:
@@ -3035,6 +3040,12 @@ def trains_together(run):
 def remove(folder):
     for path in folder.glob("*.pickle"):
         path.unlink()
+
+
+def mean_size(steps):
+    """How many samples the steps have that have any."""
+    sizes = [len(rows) for rows in steps if rows]
+    return sum(sizes) / max(1, len(sizes))
 
 
 def shared_of(run, kind):

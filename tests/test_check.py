@@ -1637,6 +1637,11 @@ class Shares(torch.optim.SGD):
 
 wrapped, optimizer = model, Shares(model.parameters(), 0.1)
 """
+SCALED = [
+    ("rank, local,", "scaler = torch.amp.GradScaler()\nrank, local,"),
+    ("loss.backward()", "scaler.scale(loss).backward()"),
+    ("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()"),
+]
 ORDINAL = (
     "RuntimeError: CUDA error: invalid device ordinal: cuda:1 on a machine with 1 "
     "ranks, which seems to have a GPU for each"
@@ -1649,6 +1654,15 @@ GPUS = [
         on_gpus(("set_device(local)", "set_device(rank)")),
         BY_RANK,
         MACHINES,
+        ci=True,
+    ),
+    Case(
+        "a GradScaler, and workers that persist",
+        on_gpus(
+            *SCALED, ("32 // size, ", "16, num_workers=1, persistent_workers=True, ")
+        ),
+        [RIGHT, ("note global batch", {"one": "16", "two": "32"})],
+        ALONE,
         ci=True,
     ),
     Case(
