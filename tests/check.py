@@ -221,9 +221,10 @@ ROWS = {
         "",
         "{ranks} ranks: from step {first} on, the gradient is not that of one process "
         "with the same samples: {off:.0e} off",
-        "Most of it is in {worst}. The steps before are right. So is there something "
-        "that each rank updates from its own samples (a queue, a codebook, a running "
-        "mean), or a branch that begins here?",
+        "Most of it is in {worst}. The steps before are right. Does each rank update "
+        "something from its own samples (a queue, a codebook, a running mean)? Is the "
+        "loss a mean over what ranks may have unequal numbers of (tokens, boxes)? Or "
+        "does a branch begin here?",
         "1",
     ),
     "buffers": Row(
