@@ -415,6 +415,7 @@ class Watcher:
         self.step = 0
         self.depth = 0  # one optimizer may call another one's step()
         self.calls = 0  # modules that are in their forward()
+        self.uses = {}  # of the batch that came last: "evaluates" and "trains"
         self.in_norm = False
         self.optimizers = []
         self.began = set()
@@ -489,8 +490,11 @@ class Watcher:
         return forward(wrapped, *inputs, **named)
 
     def see_call(self, call, module, *inputs, **named):
-        trains = self.calls == 0 and torch.is_grad_enabled() and module.training
-        if trains and any(weight.requires_grad for weight in module.parameters()):
+        trains = torch.is_grad_enabled() and module.training
+        weights = list(module.parameters()) if self.calls == 0 else []
+        if weights and not trains:
+            self.uses["evaluates"] = True
+        if trains and any(weight.requires_grad for weight in weights):
             if type(module).__name__ == "FullyShardedDataParallel":
                 self.seen["sharded"] = True
             for name, weight in module.named_parameters():
@@ -505,6 +509,7 @@ class Watcher:
 
     def see_backward(self, backward, *args, **kwargs):
         self.seen["backwards"] += 1
+        self.uses["trains"] = True
         self.recorder.end_turn()
         return backward(*args, **kwargs)
 
@@ -570,7 +575,9 @@ class Watcher:
         self.note_others()
         grad = torch.is_grad_enabled()
         rows = checksums_of_rows(tensors_in(batch)) if grad else []
+        self.uses = {}
         entry = {"key": key, "grad": grad, "ended": ended, "ids": indices, "rows": rows}
+        entry["uses"] = self.uses
         self.seen["fetched"].append(entry)
         self.states = random_states()
 
@@ -2175,10 +2182,16 @@ class Launch:
         places = {}
         for step in self.steps[0]:
             for entry in step["fetched"]:
-                at, grad = places.setdefault(tuple(entry["key"]), (set(), []))
+                place = places.setdefault(tuple(entry["key"]), (set(), [], set()))
+                at, grad, uses = place
                 at.add(step["step"])
                 grad.append(entry["grad"])
-        return [key for key, (at, grad) in places.items() if len(at) > 1 or grad[0]]
+                uses.update(entry["uses"])
+        return [
+            key
+            for key, (at, grad, uses) in places.items()
+            if (len(at) > 1 or grad[0]) and uses != {"evaluates"}
+        ]
 
     def samples(self, rank, kind):
         """For each step, what the rank has trained on: checksums of its samples."""

@@ -884,10 +884,12 @@ FROM_NUMPY = """\
 x = numpy.random.default_rng(0).normal(size=(320, 8)).astype(numpy.float32)
 x = torch.from_numpy(x)
 """
+# Each rank evaluates the same samples. They are not those that it trains on.
 EVALUATION = """\
     model.eval()
-    with torch.no_grad():
-        model(torch.ones(4, 8))
+    for x, y in DataLoader(Subset(dataset, range(80)), 16):
+        with torch.no_grad():
+            model(x)
     model.train()
 """
 LOGGING = """\
