@@ -157,6 +157,11 @@ ROWS = {
         "not judged: weights and gradients, which FSDP1 has sharded",
         "With FSDP2 (fully_shard) they are compared.",
     ),
+    "tensor parallel": Row(
+        "",
+        "not judged: tensor parallelism",
+        "The ranks share the work on the same samples. Nothing else was checked.",
+    ),
     # What goes in
     "samples": Row(
         "the ranks train on different samples",
@@ -456,7 +461,7 @@ class Watcher:
         """What was seen in this step."""
         self.seen = {"fetched": [], "inputs": [], "draws": [], "buffers": {}}
         self.seen |= {"together": 0, "norms": False, "sharded": False, "others": []}
-        self.seen |= {"evaluated": [], "backwards": 0}
+        self.seen |= {"evaluated": [], "backwards": 0, "tensor parallel": False}
         self.states = random_states()
 
     # What the script calls. The first argument is the original.
@@ -497,6 +502,7 @@ class Watcher:
         if trains and any(weight.requires_grad for weight in weights):
             if type(module).__name__ == "FullyShardedDataParallel":
                 self.seen["sharded"] = True
+            self.seen["tensor parallel"] |= shares_samples(module, weights)
             for name, weight in module.named_parameters():
                 self.names.setdefault(id(weight), name)
             self.recorder.begin()
@@ -1196,6 +1202,19 @@ def can_change_weights(optimizer):
 
 def weights_of(optimizer):
     return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def shares_samples(module, weights):
+    """Whether the ranks work together on each sample: tensor parallelism.
+
+    Its weights are DTensors, and those of FSDP2 as well. With both, the mesh has two
+    dimensions, as in hybrid FSDP2, where the first one has copies.
+    """
+    cut = [weight for weight in weights if hasattr(weight, "device_mesh")]
+    if any(hasattr(part, "unshard") for part in module.modules()):
+        cut = [weight for weight in cut if weight.device_mesh.ndim > 1]
+        cut = [weight for weight in cut if not weight.placements[0].is_replicate()]
+    return bool(cut)
 
 
 def plain_options(optimizer):
@@ -2399,6 +2418,9 @@ class Check:
         if not self.judge(any(moved), "moves", steps=len(one)):
             return False
         self.judge(not run.stayed, "left", pids=run.stayed)
+        if any(step["tensor parallel"] for step in one):
+            self.line("note", "tensor parallel")
+            return False
         if two[-1:] and two[-1]["shared"]:
             self.line("WRONG", "same gpu")
         word = "note" if one[-1]["join"] else "WRONG"  # Join expects unequal numbers
@@ -3018,8 +3040,9 @@ class Replay:
         for a, b in pairs:
             number = a["step"]
             mine, theirs = b["gradients"], a["gradients"]
-            if any(of_rank[number]["gradients"] != theirs for of_rank in run.steps):
-                # The optimizer averages them in its step(). So compare what it does.
+            ranks = [of_rank[number]["gradients"] for of_rank in run.steps]
+            if not any(theirs) or any(gradients != theirs for gradients in ranks):
+                # The optimizer averages or clears them. So compare what it does.
                 old = before[a["optimizer"]]
                 mine, theirs = [difference(x["weights"], old) for x in (b, a)]
             before[a["optimizer"]] = a["weights"]

@@ -868,6 +868,14 @@ with Join([wrapped]):
 {STEP}"""
 JUST_DDP = "wrapped = DistributedDataParallel(model)\n"
 
+TENSOR_PARALLEL = """\
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import parallel
+
+mesh = init_device_mesh("cpu", (size,))
+plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+wrapped = parallel.parallelize_module(model, mesh, plan)
+"""
 COPIED = """\
 model, optimizer = copy.deepcopy((model, optimizer))
 wrapped = DistributedDataParallel(model)
@@ -1092,6 +1100,11 @@ SMALL = [
     ),
     Case("FSDP2", plain((JUST_DDP, FSDP2)), [RIGHT], ci=True),
     Case("FSDP1", plain((JUST_DDP, FSDP1)), ["note sharded"]),
+    Case(
+        "tensor parallelism",
+        plain((JUST_DDP, TENSOR_PARALLEL)),
+        ["note tensor parallel"],
+    ),
     Case(
         "only five steps",
         plain(),
