@@ -123,7 +123,7 @@ MISTAKES = {
 }
 SURVIVED = "SURVIVED"
 NOT_SURE = "not sure"
-TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
+TEXT_TESTS = "not pieces_need_each_other"  # it only reads the program
 
 
 # ---- What is changed -----------------------------------------------------------------
