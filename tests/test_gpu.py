@@ -246,17 +246,6 @@ def test_two_compiled_ranks_with_accumulation_do_not_recompile(options, seen):
 
 
 @needs_gpu
-def test_rank_takes_the_gpu_of_its_local_rank():
-    code = "import ddp_train; print(ddp_train.choose_device('auto'))"
-    for rank in range(GPUS + 1):
-        run = launch(sys.executable, "-c", code, env={"LOCAL_RANK": str(rank)})
-        if rank < GPUS:
-            assert run.end() == f"cuda:{rank}\n"
-        else:
-            assert f"local rank {rank} needs a GPU, but torch finds" in run.end(1)
-
-
-@needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16 --dropout 0.1 --accum 2"])
 def test_nothing_waits_between_two_log_lines(options, precision):
     words = ["--precision", *precision.split(), "--log_every", 20, "--max_steps", 20]
@@ -317,17 +306,12 @@ def test_kill_9_frees_the_gpu_and_the_workers(options, seen):
     seen(f"no process after {time.monotonic() - began:.1f} s")
 
 
-# A rank that hangs is killed 30 s after torchrun has sent it SIGTERM.
-@pytest.mark.parametrize(
-    "fault, says, words",
-    [("raise", "boom", "--workers 1"), ("hang", "imed out", "--timeout 5")],
-)
-def test_rank_that_fails_ends_the_other(options, seen, fault, says, words):
-    fault = f"train_step 6 {fault} 1"
-    run = start(2, "gloo", *options, *words.split(), FAULT=fault)
+def test_rank_that_hangs_ends_the_other(options, seen):
+    """It is killed 30 s after torchrun has sent it SIGTERM."""
+    run = start(2, "gloo", *options, "--timeout", 5, FAULT="train_step 6 hang 1")
     run.wait_for("step 5 ")
     began = time.monotonic()
-    assert says in run.end(1)
+    assert "imed out" in run.end(1)
     run.leaves_none()
     seen(f"all ended after {time.monotonic() - began:.0f} s")
 
