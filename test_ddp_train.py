@@ -140,9 +140,8 @@ def test_pieces_have_the_same_defaults():
 BAD_INPUT = {
     "--data /no/such": "no data: ",
     "--data /dev/null": "0 samples are fewer than one step of 4",
-    "--seq_len 2048": "0 samples are fewer than one step of 4",
     "--batch_size 16 --accum 4": "60 samples are fewer than one step of 64",
-    "--heads 3": "--dim 16 is not divisible by --heads 3",
+    "--heads 3 --seq_len 33": "--dim 16 is not divisible by --heads 3",
     "--out /dev/null/out": "cannot use the folder /dev/null/out: ",
 }
 
@@ -156,8 +155,7 @@ def test_bad_input_is_one_line(tiny, options):
 
 
 def test_sample_is_bytes_and_those_one_later(data):
-    """What is predicted in an evaluation is not predicted in training. 64 samples would
-    need one byte more. Even of few samples one is held out."""
+    """Nothing that is predicted in an evaluation is predicted in training."""
     for size, sizes in ((2048, (60, 3)), (2561, (76, 4)), (321, (9, 1))):
         data.write_bytes(NO_TWO_ALIKE[:size])
         train_set, val_set, _ = ddp_train.load_data(parse(*TINY, "--data", data))
@@ -168,10 +166,8 @@ def test_sample_is_bytes_and_those_one_later(data):
 
 
 def test_without_an_option_there_are_data():
-    train_set, val_set, _ = ddp_train.load_data(parse())
-    assert (
-        len(train_set) > 1000 and len(val_set) == (len(train_set) + len(val_set)) // 20
-    )
+    train_set, _, _ = ddp_train.load_data(parse())
+    assert len(train_set) > 1000
 
 
 def test_text_of_the_data_changes_with_one_byte(data):
@@ -220,45 +216,27 @@ def test_learning_rate_stays_zero_at_the_end_and_is_the_peak_without_warmup():
 
 
 # ---- Batches -------------------------------------------------------------------------
-def order_of(n, rank=0, size=1, seed=0, epoch=0, start=0):
+def order_of(n, rank, size, *start):
     """The samples of one of several ranks. As many as its sampler promises."""
-    sampler = ddp_train.ResumableSampler(range(n), seed=seed)
+    sampler = ddp_train.ResumableSampler(range(n), seed=0)
     sampler.rank, sampler.num_replicas = rank, size
-    sampler.set_epoch(epoch, start)
-    torch.manual_seed(rank)  # it must not matter
-    promised = len(sampler)
+    sampler.set_epoch(3, *start)
     order = list(sampler)
-    assert len(order) == promised
+    assert len(order) == len(sampler)
     return order
 
 
 def test_ranks_take_turns_from_any_start_and_have_as_many_samples(alone):
     """So none comes twice in an epoch, though the number of ranks changes."""
     for n, size in itertools.product((1, 7, 20), (1, 2, 3, 5)):
-        order = order_of(n, epoch=3)
+        assert len(ddp_train.ResumableSampler(range(n), seed=0)) == n
+        order = order_of(n, 0, 1)
         assert sorted(order) == list(range(n))
-        for start in range(n + 1):
-            ranks = [order_of(n, rank, size, 0, 3, start) for rank in range(size)]
+        for start in range(n + 3):  # an epoch may have ended beyond the data
+            ranks = [order_of(n, rank, size, start) for rank in range(size)]
             turns = list(itertools.chain(*zip(*ranks, strict=True)))
             assert turns == order[start : start + len(turns)]
             assert n - start - len(turns) < size
-
-
-def test_each_seed_and_each_epoch_has_its_own_order(alone):
-    orders = [order_of(30, seed=seed) for seed in (0, 7)]
-    orders += [order_of(30, epoch=epoch) for epoch in (1, 2)]
-    assert len(set(map(str, orders))) == 4
-
-
-@processes
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loader_reads_exactly_the_epoch_and_the_place_that_was_set(alone, workers):
-    sampler = ddp_train.ResumableSampler(range(8), seed=0)
-    options = ddp_train.loading_options(CPU, workers) | {"batch_size": None}
-    loader = DataLoader(range(8), sampler=sampler, **options)
-    for epoch, start in ((0, 4), (1, 0), (1, 3), (1, 9)):
-        sampler.set_epoch(epoch, start)
-        assert list(loader) == order_of(8, epoch=epoch, start=start)
 
 
 def test_random_numbers_differ_by_word_rank_and_step():
@@ -315,117 +293,52 @@ def test_worker_is_spawned_ignores_stop_signals_lives_on_and_may_not_hang():
 
 
 # ---- The pieces stand alone ----------------------------------------------------------
-def names_in(tree):
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def read_pieces():
-    """{title of a section: (its imports, its tree)}, the same for {name of a piece},
-    and {imported name: the statement}."""
+def read_sections():
+    """{title of a section of pieces: (the imports that its head lists, its tree)}"""
     source = Path(ddp_train.__file__).read_text()
-    statements = {}
-    for node in ast.parse(source).body:
-        for alias in list(getattr(node, "names", [])):
-            node.names = [alias]
-            statements[alias.asname or alias.name] = ast.unparse(node)
-    sections, pieces = {}, {}
-    text = source.partition("# ---- PIECES ")[2].partition("# ---- OPTIONS ")[0]
-    endings = source.partition("# ---- ENDINGS")[2].partition("\nif __name__")[0]
-    text += endings[endings.index("\n# ---- ") :]
-    for section in text.split("\n# ---- ")[1:]:
-        title, _, code = section.partition("\n")
-        listed = re.match(r"# Imports: ((?:.*,\n# )*.*)", code)[1]
-        imports = set(re.findall(r"[\w.]+", listed))
-        sections[title] = imports, ast.parse(code)
-        for node in ast.parse(code).body:
-            name = node.targets[0].id if isinstance(node, ast.Assign) else node.name
-            pieces[name] = imports, node
-    return sections, pieces, statements
+    head = r"# ---- (.*)\n# Imports: ((?:.*,\n# )*.*)\n"
+    body = r"((?:(?!# ---- |if __name__).*\n)*)"
+    sections = {}
+    for title, listed, code in re.findall(head + body, source):
+        sections[title] = set(re.findall(r"[\w.]+", listed)), ast.parse(code)
+    return sections
 
 
-SECTIONS, PIECES, STATEMENTS = read_pieces()
-
-
-def copied(name):
-    """This piece in an empty script: with those that it calls, and with the imports
-    that are listed at the heads of their sections."""
-    needed = [name]
-    for other in needed:  # the list grows meanwhile
-        needed += sorted(names_in(PIECES[other][1]) & set(PIECES) - set(needed))
-    imports = set().union(*[PIECES[other][0] for other in needed])
-    script = [STATEMENTS[imported] for imported in sorted(imports)]
-    script += [ast.unparse(PIECES[other][1]) for other in needed]
-    variables = {"__name__": "script"}
-    exec("\n".join(script), variables)
-    for other in needed:
-        missing = names_in(PIECES[other][1]) & set(vars(ddp_train)) - set(variables)
-        assert not missing, f"{other} needs {missing}"
-    return variables[name]
+SECTIONS = read_sections()
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_imports_at_the_head_of_a_section_are_those_that_it_uses(title):
+def test_pieces_need_each_other_and_the_imports_at_the_head_of_their_section(title):
+    """So they can be copied without the rest of the file."""
     imports, tree = SECTIONS[title]
-    assert imports - {"torch.distributed.nn"} == names_in(tree) & set(STATEMENTS)
-
-
-@pytest.mark.parametrize("name", PIECES)
-def test_piece_needs_those_that_it_calls_and_nothing_else(name):
-    assert copied(name)
+    pieces = {"STOP_SIGNALS"}
+    for _, other in SECTIONS.values():
+        pieces |= {node.name for node in other.body if hasattr(node, "name")}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    needed = names & set(vars(ddp_train)) - pieces
+    assert needed == imports - {"torch.distributed.nn"}
 
 
 @processes
-def test_pieces_work_in_an_empty_script(tmp_path):
-    """Each in one of its own, one after the other, on two ranks."""
-
+def test_numbers_are_averaged_by_name_and_compared_to_a_millionth():
     def rank():
-        with copied("distributed")("cpu", 100) as device:
-            use_pieces(tmp_path, dist.get_rank(), device)
+        with ddp_train.distributed("cpu"):
+            rank = dist.get_rank()
+            results = [{"x": torch.tensor(i + 10.0 * rank)} for i in (1, 3)]
+            assert ddp_train.mean_over_ranks(results) == {"x": (1 + 3 + 11 + 13) / 4}
+            result = [{"b": torch.ones(1), "a": 0.0}, {"a": 0, "b": 1.0}][rank]
+            assert ddp_train.mean_over_ranks([result]) == {"a": 0, "b": 1}
+            model = nn.LayerNorm(1)
+            ddp_train.check_together([{"grad_norm": 1e6 + rank / 2}], model)
+            with pytest.raises(SystemExit, match="the ranks differ"):
+                ddp_train.check_together([{"grad_norm": 1e6 + 2 * rank}], model)
+            model = nn.Sequential(nn.Linear(1000, 1, False), nn.Linear(1, 1, False))
+            nn.init.constant_(model[0].weight, 1e6)  # beside it the last layer is small
+            nn.init.constant_(model[1].weight, 1 + rank)
+            with pytest.raises(SystemExit, match="norm of 1.weight: "):
+                ddp_train.check_together([{"grad_norm": 1.0}], model)
 
-    said = [rank.end() for rank in fork_ranks(2, rank)]
-    assert [text.count("said once") for text in said] == [1, 0]
-    assert metrics(tmp_path, "mean") == {5: 2}
-
-
-def use_pieces(folder, rank, device):
-    assert copied("all_gather")(rank) == [0, 1]
-    copied("check_alike")({"rate": 1})
-    sampler = copied("ResumableSampler")(range(8), seed=0)
-    assert len(sampler) == 4
-    sampler.set_epoch(1)
-    assert len(list(sampler)) == 4
-    copied("seed_all")("step", rank)
-    assert copied("to_device")([(1, "a")], device) == [(1, "a")]
-    copied("loading_options")(device, 1)["worker_init_fn"](0)
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-    results = [{"grad_norm": torch.tensor(i + 10.0 * rank)} for i in (1, 3)]
-    assert copied("mean_over_ranks")(results) == {"grad_norm": (1 + 3 + 11 + 13) / 4}
-    extra = [{"b": torch.ones(1), "a": torch.zeros(())}, {"a": 0, "b": 1.0}][rank]
-    assert copied("mean_over_ranks")([extra]) == {"a": 0, "b": 1}  # by name
-    copied("check_together")([{"grad_norm": 1e6 + rank / 2}], nn.LayerNorm(1))
-    with pytest.raises(SystemExit, match="the ranks differ"):
-        copied("check_together")([{"grad_norm": 1e6 + 2 * rank}], nn.LayerNorm(1))
-    model = nn.Sequential(nn.Linear(1000, 1, False), nn.Linear(1, 1, False))
-    nn.init.constant_(model[0].weight, 1e6)  # beside it the last layer is nothing
-    nn.init.constant_(model[1].weight, 1 + rank)
-    with pytest.raises(SystemExit, match="norm of 1.weight: "):
-        copied("check_together")([{"grad_norm": 1.0}], model)
-    means = copied("evaluate")(nn.Identity(), mean_of, [torch.ones(1) * 2], device)
-    copied("log")(str(folder), 5, means)
-    copied("say")("said once")
-
-    copied("lock")(str(folder / "new"))
-    path = str(folder / "checkpoint.pt")  # a path may be a text
-    copied("save_checkpoint")(path, 5, model=[1, 2, 3])
-    copied("all_gather")("saved")
-    assert copied("load_checkpoint")(path) == {"step": 5, "model": [1, 2, 3]}
-    stop = copied("StopSignal")()
-    assert stop.requested() == 0
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.requested() == signal.SIGUSR1
+    in_ranks(2, rank)
 
 
 def mean_of(model, batch):
@@ -454,10 +367,9 @@ def flat(tensors):
 
 @pytest.fixture(scope="session")
 def plain():
-    """The training of (1, 8, 1) as one writes it for one device, without this program.
+    """The training of (1, 8, 1), written by hand for one device.
 
-    It has the program's model, and its seed of the first weights. All else is written
-    by hand: samples, order, learning rate, step, evaluation.
+    Only the model, and the seed of its first weights, are the program's.
     """
     ddp_train.seed_all("start", 7)
     model = ddp_train.build_model(parse(*TINY))
@@ -518,6 +430,10 @@ def observe(*options):
     """Train. Returns what this rank has seen. draws: what dropout would draw in a step.
     averages: how many all-reduces of gradients the backward() of each batch makes."""
     seen = types.SimpleNamespace(samples=[], gradients=[], draws=[], averages=[])
+    seen.epochs = []
+
+    def note_epoch(sampler, epoch, done):
+        seen.epochs.append(epoch)
 
     def note_sample(data_set, i):
         seen.samples.append(i)
@@ -538,6 +454,7 @@ def observe(*options):
     ddp_train.DistributedDataParallel = noting_averages(note_average)
     ddp_train.build_optimizer = two_groups
     before(ddp_train, "compute_loss", note_batch)
+    before(ddp_train.ResumableSampler, "set_epoch", note_epoch)
     before(ddp_train.TensorDataset, "__getitem__", note_sample)
     before(torch.optim.AdamW, "step", note_gradient)
     before(ddp_train, "train_step", note_draws)
@@ -585,13 +502,15 @@ def test_any_split_of_a_batch_has_the_numbers_of_a_plain_loop(layouts, plain, la
 @processes
 @each_layout
 def test_each_step_has_its_own_samples(layouts, plain, layout):
-    """In an epoch none comes twice. Each evaluation has each held-out sample once."""
+    """In an epoch none comes twice. Each evaluation has each held-out sample once. No
+    epoch begins after the last step, or workers would load it."""
     _, ranks = layouts(layout)
     share = 8 // len(ranks)
     for step, expected in enumerate(plain.samples):
         read = [rank.samples[step * share :][:share] for rank in ranks]
         assert sorted(sum(read, [])) == expected
     assert {len(rank.samples) for rank in ranks} == {share * 14}
+    assert {tuple(rank.epochs) for rank in ranks} == {(0, 1)}
     held_out = sum([rank.held_out for rank in ranks], [])
     assert sorted(held_out) == sorted(4 * [60, 61, 62])
 
@@ -654,26 +573,12 @@ def test_workers_of_each_rank_draw_their_own_random_numbers(tiny, tmp_path):
 
 # ---- A run and its log ---------------------------------------------------------------
 @processes
-def test_folder_may_have_any_name_and_a_resume_keeps_no_old_file(tiny, tmp_path):
-    """On a full disk, a deleted checkpoint that is still mapped would need space."""
+def test_folder_may_have_any_name(tiny, tmp_path):
     out = os.fsdecode(bytes(tmp_path) + b"/no UTF-8: \xff")
-
-    def see_maps():
-        save = ddp_train.save_checkpoint
-
-        def save_and_see(*args, **content):
-            save(*args, **content)
-            if sys.platform == "linux":
-                assert "checkpoint.pt" not in Path("/proc/self/maps").read_text()
-
-        ddp_train.save_checkpoint = save_and_see
-
-    for steps in (2, 4):
-        options = [*tiny, "--max_steps", steps, "--save_every", 1, "--out", out]
-        (rank,) = start_training(1, *options, patch=see_maps)
-        rank.end()
-        line = f"\ndone: step {steps}, saved in {out}/checkpoint.pt\n"
-        assert os.fsencode(line) in rank.log.read_bytes()
+    [rank] = start_training(1, *tiny, "--max_steps", 2, "--out", out)
+    rank.end()
+    line = f"\ndone: step 2, saved in {out}/checkpoint.pt\n"
+    assert os.fsencode(line) in rank.log.read_bytes()
 
 
 @processes
@@ -701,8 +606,7 @@ def test_run_learns_says_what_runs_where_and_is_finished(tiny, out):
 
 @processes
 def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tiny, out):
-    """Fewer steps or epochs than are done end it. What changes is said. The learning
-    rate may be a tensor."""
+    """Fewer steps or epochs than are done end it. The learning rate may be a tensor."""
 
     def build(model, args):
         rate = torch.tensor(args.lr)
@@ -728,13 +632,14 @@ def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tin
 
 @processes
 def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, plain):
-    """A save comes with a line, an evaluation with a save. Each rank has a folder."""
+    """A save comes with a line. Ranks may differ in folders and numbers of workers."""
     (out.parent / "data").write_bytes(NO_TWO_ALIKE[:2048])
     options = [*tiny, *EXACT.split(), "--log_every", 6, "--save_every", 4, "--out"]
 
     def rank():
         ddp_train.build_optimizer = two_groups
-        main(*options, out / os.environ["RANK"])
+        number = os.environ["RANK"]
+        main(*options, out / number, "--workers", number)
 
     (out / "1").mkdir(parents=True)
     ranks = fork_ranks(2, rank)
@@ -777,7 +682,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(tiny, out):
         print("computes in", logits.dtype)
 
     patch = functools.partial(before, nn.functional, "cross_entropy", say_type)
-    options = [*tiny, "--precision", "bf16", "--max_steps", 2]
+    options = [*tiny, "--precision", "bf16", "--accum", 2, "--max_steps", 2]
     for _ in range(2):  # launched again, it only evaluates
         for text in train(2, *options, patch=patch):
             found = re.findall("computes in (.*)", text)
@@ -788,8 +693,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(tiny, out):
 @processes
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled_ranks_have_the_same_numbers_and_names(tiny, tmp_path, size):
-    """The graphs are run as they are: this needs no C compiler. Gradients are averaged
-    once per step."""
+    """The graphs are run as they are: this needs no C compiler."""
 
     def backend(graph, inputs):
         print("compiles a graph", flush=True)
@@ -851,16 +755,15 @@ def test_losses_of_a_step_are_added_up_in_fp32(alone, monkeypatch):
     rest = torch.optim.SGD(model.parameters()), torch.autocast("cpu", enabled=False)
     batches = iter(torch.tensor([256.0, 1.0]))
     result = ddp_train.train_step(model, batches, *rest, parse("--accum", 2), CPU)
-    assert result["loss"] == 257 / 2
+    assert result["loss"].item() == 257 / 2
 
 
 # ---- Evaluation ----------------------------------------------------------------------
 @processes
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
-    """Nine numbers in batches of two, then one: some ranks have none. Rank 0 saves its
-    running means of batch norm, so all ranks use these. A buffer that is not saved may
-    have another size on each rank. A score may be zero or negative."""
+    """Nine numbers in batches of two, then one: some ranks have none. All ranks use the
+    running means that rank 0 saves. A buffer that is not saved may have any size."""
 
     def score(model, batch):
         low = {"low": -len(batch), "zero": 0.0}
@@ -887,8 +790,8 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_as_saved(size):
 
 
 @processes
-def test_rank_may_evaluate_fewer_batches_though_ddp_sends_buffers_in_each(tiny):
-    """So the model itself is evaluated: rank 0 has two samples, and rank 1 has one."""
+def test_rank_may_have_no_batch_to_evaluate_though_ddp_would_send_buffers(tiny):
+    """So the model itself is evaluated: there are three samples for four ranks."""
 
     def with_buffer(args):
         model = build_model(args)
@@ -897,8 +800,9 @@ def test_rank_may_evaluate_fewer_batches_though_ddp_sends_buffers_in_each(tiny):
 
     build_model = ddp_train.build_model
     patch = functools.partial(setattr, ddp_train, "build_model", with_buffer)
-    said = train(2, *tiny, "--batch_size", 1, "--max_steps", 1, patch=patch)
-    assert "val_loss" in said[0]
+    options = [*tiny, "--max_steps", 1, "--timeout", 10]
+    for _ in range(2):  # launched again, it only evaluates
+        assert "val_loss" in train(4, *options, patch=patch)[0]
 
 
 @processes
@@ -914,9 +818,15 @@ def test_scores_with_different_names_are_an_error():
         assert "score() must return the same names on all ranks" in line
 
 
-def test_score_without_a_count_is_one_line(alone):
-    with refuses('score() must return "count"'):
-        ddp_train.evaluate(nn.Identity(), lambda *_: {"loss": 1.0}, [2.0], CPU)
+@processes
+def test_score_without_a_count_is_one_line_also_on_a_rank_without_a_batch():
+    def rank():
+        with ddp_train.distributed("cpu"):
+            mine = [2.0][dist.get_rank() :]
+            ddp_train.evaluate(nn.Identity(), lambda *_: {"loss": 1.0}, mine, CPU)
+
+    for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):
+        assert 'score() must return "count"' in line
 
 
 def test_what_rank_0_says_goes_to_the_standard_output(alone, capfd):
@@ -1013,9 +923,12 @@ def test_resumed_run_has_the_same_bits(tiny, out, untouched, fault, codes, step)
 
 @processes
 def test_stop_takes_effect_after_the_step_though_nothing_else_is_due(tiny, out):
+    """A launch with nothing left to do evaluates what was saved."""
     options = [*tiny, "--log_every", 100]
     train(2, *options, fault="train_step 3 SIGTERM 1", code=143)
     assert load(out)["step"] == 3
+    train(2, *options, "--max_steps", 2)
+    assert list(metrics(out, "val_loss")) == [3]
 
 
 @processes
@@ -1129,7 +1042,7 @@ def test_what_was_saved_comes_back(path):
     """What could not is refused at the save, and not hours later."""
     content = {"tensors": [torch.arange(5000.0), {"x": torch.tensor(7)}]}
     content["plain"] = {"a": [None, True, "x", 1.5, (2, b"x")], 3: {4, 5}, "b": {}}
-    ddp_train.save_checkpoint(path, 3, **content)
+    ddp_train.save_checkpoint(str(path), 3, **content)
     values = [numpy.float64(0.5), [{"best": (1, numpy.int64(3))}], Path("x"), iter([])]
     for value in [*values, (i for i in range(3))]:
         with refuses("cannot save", "the old one is intact"):
@@ -1140,7 +1053,8 @@ def test_what_was_saved_comes_back(path):
             raise RuntimeError("why it saves now")
         except RuntimeError:
             ddp_train.save_checkpoint(path.parent / "gone/x", 4)
-    assert flatten(ddp_train.load_checkpoint(path)) == flatten({**content, "step": 3})
+    saved = ddp_train.load_checkpoint(str(path))
+    assert flatten(saved) == flatten({**content, "step": 3})
 
 
 @processes
@@ -1278,8 +1192,7 @@ def test_checkpoint_of_another_model_seed_or_data_is_refused(tiny, out, tmp_path
 
 @processes
 def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
-    """Rank 0 says so, and the others end with it. A disk without locks is used with a
-    warning."""
+    """Rank 0 says so. A disk without locks is used with a warning."""
 
     def lockf(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -1304,8 +1217,6 @@ DIFFER = {  # {what: (the function of the program that is changed, the line)}
     "an option of rank 1": ("parse_args", "extra is 1 on rank 1, but None on rank 0"),
     "the device": ("init_distributed", "device is meta on rank 1, but cpu on rank 0"),
     "the data": ("load_data", "data is 60 samples, 3 held out, CRC-32 "),
-    "number of samples": ("load_data", "data is 59 samples, 3 held out, "),
-    "learning rate": ("set_learning_rate", "the ranks differ, "),
     "noise in the weights": ("train_step", "the ranks differ, "),
     "a step without DDP": ("train_step", "the ranks differ, "),
     "NaN on one rank": ("compute_loss", "not finite, not saved: "),
@@ -1329,10 +1240,6 @@ def changed(what, function, *args):
         result = torch.device(["cpu", "meta"][rank])
     if what == "the data":
         result = *result[:2], f"{result[2]} {rank}"
-    if what == "number of samples":
-        result = torch.utils.data.Subset(result[0], range(60 - rank)), *result[1:]
-    if what == "learning rate":
-        args[0].param_groups[0]["lr"] *= 1 + rank / 2
     if what == "noise in the weights":
         for weight in args[0].parameters():
             weight.data += 1e-4 * rank * torch.randn_like(weight)
@@ -1375,20 +1282,6 @@ def test_numbers_with_different_names_are_an_error_and_not_averaged(where):
     for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):
         assert "mean_over_ranks() needs the same names everywhere, not [{(" in line
         assert "'image'" in line and "'text'" in line
-
-
-@processes
-def test_ranks_that_do_not_differ_are_no_false_alarm(tiny, out):
-    options = [*tiny, "--batch_size", 3, "--lr", 0.05, "--grad_clip", 0.1]
-    said = train(3, *options, "--dropout", 0.2, "--out", out / "3")
-    assert "\ndone: " in said[0]
-
-    def rank():
-        own = ["--workers", os.environ["RANK"]]
-        main(*options, "--precision", "bf16", "--accum", 2, *own)
-
-    in_ranks(2, rank)
-    assert load(out)["step"] > 0
 
 
 # ---- Failures and exits --------------------------------------------------------------
@@ -1497,8 +1390,7 @@ def test_rank_that_never_leaves_ends_the_others():
 
 @processes
 def test_behind_the_block_the_handlers_of_signals_are_those_from_before():
-    """Ctrl-C works again. In it each signal is noted, and said. A process of the user
-    lives on."""
+    """Ctrl-C works again. Inside, each signal is noted. A user's process lives on."""
 
     def rank():
         own = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1])
@@ -1597,7 +1489,6 @@ try:
 finally:
     file.write(", finally")
 """
-C10D = "--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --local_addr=127.0.0.1"
 
 
 @pytest.fixture
@@ -1605,24 +1496,6 @@ def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(PROGRAM)
     return path
-
-
-@processes
-def test_two_nodes_stop_together(script):
-    """Both get SIGTERM."""
-    nodes = []
-    where = C10D.format(port=free_port()).split()
-    for node in (0, 1):
-        command = [sys.executable, "-m", "torch.distributed.run", *where]
-        command += ["--nnodes=2", "--nproc_per_node=1", f"--node_rank={node}"]
-        nodes.append(launch(*command, script, "run"))
-    nodes[0].wait_for("step 3\n")
-    for node in nodes:
-        node.send(signal.SIGTERM)
-    for node in nodes:
-        node.end(1)
-        node.leaves_none()
-    assert load(script.parent)["size"] == 2
 
 
 @processes

@@ -179,18 +179,14 @@ def gpu_rows(folder, pairs=3):
         # Each loop sees enough new batches: 32 x 1,024 bytes a step.
         found = measure(folder, 1, pairs, "bare,clipped,ours", *options)
         what = f"GPT-2-small shape, {more}, {name}: "
-        row(
-            what + "throughput over the bare loop's",
-            ratio(found["bare"], found["ours"]),
-        )
-        beside = ratio(found["clipped"], found["ours"])
-        row(what + "over the bare loop with clipping", beside)
+        for loop in ("bare", "clipped"):
+            value = ratio(found[loop], found["ours"])
+            row(what + f"throughput over that of the loop {loop}", value)
         row(what + "peak memory", f"{found['gpu'] / 1e9:.1f} GB")
         for loop in ("bare", "clipped", "ours"):
             times = [1000 * seconds for seconds in found[loop]]
-            text = (
-                f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
-            )
+            text = f"{statistics.median(times):.1f}"
+            text += f" ({min(times):.1f} to {max(times):.1f})"
             row(what + f"ms a step, {loop}", text)
 
 

@@ -3,7 +3,7 @@
 same_curve.svg  the losses of one process, and of 2 and 4 ranks, stopped and killed
 one_step.svg    one step on two ranks, as torch's profiler saw it
 
-It also prints a text alternative for each, with the numbers of this run.
+Each has a text alternative in it, with the numbers of this run.
 """
 
 import functools
@@ -223,14 +223,9 @@ def same_curve(data):
     for words, y in (("training loss", 180), ("ranks × samples", 385)):
         picture.text(30, y, words, transform=f"rotate(-90 30 {y})")
     picture.axis(470, {x(step): step for step in range(0, 144, 20)}, "step")
-    text = (
-        "Training losses of 144 steps of 32 samples, on a CPU. Two runs follow the"
-        " curve of one process that nobody stopped: one on 4 ranks, stopped by SIGTERM"
-        " in step 30 and resumed on 2 ranks; one on 2 ranks, one of them killed by"
-        " kill -9 in step 115, and started again from step 100. They differ from it by"
-        f" at most {worst} of the loss; the tests allow 1e-6."
-    )
-    picture.save("same_curve", text)
+    text = "Losses of three runs on a CPU: one process; four ranks, stopped and resumed"
+    text += " on two; two ranks, one of them killed, and started again. They differ by"
+    picture.save("same_curve", f"{text} at most {worst} of the loss.")
 
 
 def one_step(data):
@@ -250,7 +245,7 @@ def one_step(data):
     for rank in (1, 0):
         top = 115 + 150 * rank
         picture.text(72, top + 27, f"rank {rank}", "end", font_weight="bold")
-        phases, sends, threads = {}, [], []
+        phases, sends, threads = {}, 0, []
         for of_rank, name, begin, end, thread in spans:
             if of_rank != rank:
                 continue
@@ -264,8 +259,8 @@ def one_step(data):
                 threads.append(thread)
             words, color = "", COLORS["stop?"]
             if begin < phases["backward"][1]:
-                sends.append((begin, end))
-                words, color = len(sends), COLORS[name]
+                sends += 1
+                words, color = sends, COLORS[name]
             y = top + 49 + 31 * threads.index(thread)
             picture.bar(x(begin), x(end), y, 27, color, words, "black")
     # From here the numbers are rank 0's, the last one in the loop.
@@ -274,17 +269,9 @@ def one_step(data):
     apart = 10 ** math.floor(math.log10(whole))  # milliseconds between two marks
     marks = range(0, int(whole) + 1, apart)
     picture.axis(388, {x(time): time for time in marks}, "milliseconds")
-    begin, end = phases["backward"]
-    inside = sum(send[1] < end for send in sends)
-    text = (
-        "Timeline of one step on two ranks, on a CPU: the step with the median length"
-        f" of seven, {whole:.0f} ms. Rank 0 runs forward until {begin:.0f} ms, backward"
-        f" until {end:.0f} ms, then the optimizer, then a small all-reduce that asks"
-        " whether any rank has received a signal to stop. During backward, other"
-        f" threads run {len(sends)} all-reduces, one per bucket of gradients: the first"
-        f" begins at {sends[0][0]:.0f} ms, and {inside} end before backward does."
-    )
-    picture.save("one_step", text)
+    text = f"One step of {whole:.0f} ms on two ranks, on a CPU: forward, backward, and"
+    text += " the optimizer. During backward, other threads add up the gradients, in"
+    picture.save("one_step", f"{text} {sends} all-reduces.")
 
 
 def main():

@@ -4,8 +4,8 @@
     make test-lines ARGS=--values                  each value, name and call, too
     make test-lines ARGS="--values --sample 20"    twenty at random
     make test-lines ARGS="--values --line 250"     those on this line
-    make test-lines ARGS="--kind name --keep FOLDER"
-        One kind. The folder keeps what was found: the next run does the rest.
+    make test-lines ARGS="--values --keep FOLDER"
+        The folder keeps what was found: the next run does the rest.
 
 Each statement from THE RUN on becomes `pass`, and each condition True, and False.
 --values: see find_values(), and MISTAKES. They include MODEL and DATA: a wrong number
@@ -79,6 +79,10 @@ EXCEPTIONS = {
     "sums.get(name, 0) {+ -> -}": "the count changes its sign, too",
     "total.get(name, 0) {+ -> -}": "the count changes its sign, too",
     "{dtype=torch.float64 -> nothing}) # one row": "float32 is exact enough, too",
+    "{n -> used} < global_batch": "below one step, used is 0",
+    "{float(row[name])": "torch.tensor() takes one-element tensors, too",
+    "[{float(nn.utils.get_total_norm": "a GPU: a tensor would come with its device",
+    ', {float(results[-1]["grad_norm"])': "a GPU: a tensor would come with its device",
     "{strict=True": "both are always of the same length",
     "{weights_only=True -> nothing": "torch's default since 2.6",
     "{non_blocking=True": "speed, with a GPU",
@@ -123,7 +127,7 @@ MISTAKES = {
 }
 SURVIVED = "SURVIVED"
 NOT_SURE = "not sure"
-TEXT_TESTS = "not imports_at_the_head"  # it only reads the program
+TEXT_TESTS = "not pieces_need_each_other"  # it only reads the program
 
 
 # ---- What is changed -----------------------------------------------------------------
@@ -492,7 +496,6 @@ def main():
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--values", action="store_true", help="change values, too")
-    add("--kind", action="append", help="only changes of this kind")
     add("--line", type=int, action="append", help="only those on this line")
     add("--sample", type=int, help="only this many new ones, at random")
     add("--keep", type=Path, help="a folder: skip what an earlier run has found")
@@ -505,10 +508,10 @@ def main():
     sys.pycache_prefix = str(folder)
     os.chdir(ROOT)
     changes = find_changes()
-    kinds = args.kind or ["statement", "condition"]
-    if args.values:
-        kinds = {change.kind for change in changes.values()}
-    chosen = [what for what in changes if changes[what].kind in kinds]
+    chosen = list(changes)
+    if not args.values:
+        kinds = "statement", "condition"
+        chosen = [what for what in changes if changes[what].kind in kinds]
     if args.line:
         chosen = [what for what in chosen if changes[what].line in args.line]
     if args.sample:

@@ -6,7 +6,6 @@ the schema, and the hosts get the variables and names that a pod would.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import shlex
@@ -23,12 +22,6 @@ from test_scripts import MULTI, children, clean_environment, hosts  # noqa: F401
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
 ENDLESS = ["--epochs", 9999, "--log_every", 10]
-
-
-def needs(module):
-    """Skip a test where a module is not installed."""
-    reason = f"{module} is not installed: make test-engines"
-    return pytest.mark.skipif(not importlib.util.find_spec(module), reason=reason)
 
 
 # ---- Open MPI ------------------------------------------------------------------------
@@ -69,6 +62,7 @@ def test_mpirun_with_two_processes_per_node_is_refused(hosts, mpirun):
 @pytest.fixture
 def ray_nodes(hosts):
     """Start Ray on both hosts. Returns start(host), for a node that comes back."""
+    pytest.importorskip("ray", reason="make test-engines installs Ray")
     folder = f"/tmp/ray-{os.getpid()}"  # a short path: it holds sockets
 
     def start(host):
@@ -88,7 +82,6 @@ def ray_nodes(hosts):
     shutil.rmtree(folder)
 
 
-@needs("ray")
 def test_ray_job_that_is_stopped_or_loses_a_node_resumes(hosts, ray_nodes, tiny, out):
     """`ray job stop` gives the driver 3 seconds, and kills it: the ranks save."""
     job = [Path(sys.executable).parent / "ray", "job"]
@@ -132,8 +125,8 @@ def no_ranks(out):
 
 
 # ---- Kubernetes ----------------------------------------------------------------------
-@needs("kubernetes_validate")
 def test_kubernetes_manifest_is_valid():
+    pytest.importorskip("kubernetes_validate", reason="make test-engines installs it")
     command = [sys.executable, "-m", "kubernetes_validate", "--strict"]
     launch(*command, ROOT / "examples/kubernetes.yaml").end()
 
@@ -160,11 +153,9 @@ def pod_names(tmp_path, host, *names):
             file.write(f"10.77.0.1 {name}\n")
 
 
-@needs("yaml")
 def test_kubernetes_job(hosts, tiny, out, tmp_path):
     """Each container as PID 1, as in a pod. The name of pod 0 appears late."""
-    import yaml
-
+    yaml = pytest.importorskip("yaml", reason="make test-engines installs it")
     manifest = (ROOT / "examples/kubernetes.yaml").read_text()
     _, job = yaml.safe_load_all(manifest)
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -115,22 +115,6 @@ def wrong_index():
     torch.zeros(3, device="cuda")[torch.tensor([7]).cuda()]
 
 
-def around():
-    """The script around the program: a `finally`, an exit hook, a file not flushed."""
-    folder, main = Path(os.environ["AROUND"]), ddp_train.main
-
-    def main_and_finally(argv):
-        file = open(folder / f"file{os.environ['RANK']}", "w")
-        file.write("written, and not flushed")
-        try:
-            main(argv)
-        finally:
-            print("its finally runs", flush=True)
-
-    atexit.register(print, "its exit hook runs")
-    ddp_train.main = main_and_finally
-
-
 def tell_memory():
     most = torch.cuda.max_memory_allocated() if GPUS else 0
     print(f"GPU memory {most / 2**20:.0f} MiB", flush=True)
@@ -142,7 +126,6 @@ PATCHES = {
     "gloo": gloo,
     "sync": sync,
     "batch_norm": batch_norm,
-    "around": around,
     "deterministic": lambda: torch.use_deterministic_algorithms(True),
     "kernel_hangs": lambda: before_step(6, lambda: torch.cuda._sleep(10**15)),
     "index": lambda: before_step(6, wrong_index),
@@ -246,17 +229,6 @@ def test_two_compiled_ranks_with_accumulation_do_not_recompile(options, seen):
 
 
 @needs_gpu
-def test_rank_takes_the_gpu_of_its_local_rank():
-    code = "import ddp_train; print(ddp_train.choose_device('auto'))"
-    for rank in range(GPUS + 1):
-        run = launch(sys.executable, "-c", code, env={"LOCAL_RANK": str(rank)})
-        if rank < GPUS:
-            assert run.end() == f"cuda:{rank}\n"
-        else:
-            assert f"local rank {rank} needs a GPU, but torch finds" in run.end(1)
-
-
-@needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16 --dropout 0.1 --accum 2"])
 def test_nothing_waits_between_two_log_lines(options, precision):
     words = ["--precision", *precision.split(), "--log_every", 20, "--max_steps", 20]
@@ -317,39 +289,28 @@ def test_kill_9_frees_the_gpu_and_the_workers(options, seen):
     seen(f"no process after {time.monotonic() - began:.1f} s")
 
 
-# A rank that hangs is killed 30 s after torchrun has sent it SIGTERM.
-@pytest.mark.parametrize(
-    "fault, says, words",
-    [("raise", "boom", "--workers 1"), ("hang", "imed out", "--timeout 5")],
-)
-def test_rank_that_fails_ends_the_other(options, seen, fault, says, words):
-    fault = f"train_step 6 {fault} 1"
-    run = start(2, "gloo", *options, *words.split(), FAULT=fault)
+def test_rank_that_hangs_ends_the_other(options, seen):
+    """It is killed 30 s after torchrun has sent it SIGTERM."""
+    run = start(2, "gloo", *options, "--timeout", 5, FAULT="train_step 6 hang 1")
     run.wait_for("step 5 ")
     began = time.monotonic()
-    assert says in run.end(1)
+    assert "imed out" in run.end(1)
     run.leaves_none()
     seen(f"all ended after {time.monotonic() - began:.0f} s")
 
 
 @pytest.mark.parametrize("size, patch", [(1, "nccl"), (2, "gloo")])
-def test_rank_that_fails_loses_nothing_of_the_script(
-    options, tmp_path, seen, size, patch
-):
-    """What is around the program ends as in any script, and within 30 s."""
-    fault = {"FAULT": f"train_step 6 raise {size - 1}", "AROUND": str(tmp_path)}
-    run = start(size, f"{patch},around", *options, "--workers", 1, **fault)
+def test_rank_that_fails_ends_on_its_own(options, seen, size, patch):
+    """After 30 s it would be cut off, and not run its exit hooks."""
+    fault = f"train_step 6 raise {size - 1}"
+    run = start(size, patch, *options, "--workers", 1, FAULT=fault)
     run.wait_for("step 5 ")
     began = time.monotonic()
-    said = run.end(1)
+    assert "boom" in run.end(1)
     run.leaves_none()
     seconds = time.monotonic() - began
     seen(f"all ended after {seconds:.0f} s")
     assert seconds < 30
-    assert "boom" in said
-    assert re.search("its finally runs\n(.*\n)*its exit hook runs\n", said)
-    file = tmp_path / f"file{size - 1}"
-    assert file.read_text() == "written, and not flushed"
 
 
 def test_killed_peer_and_restart(options, seen):

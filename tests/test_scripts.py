@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from harness import ROOT, SCRIPT, TINY, free_port, launch, load, ticks
+from harness import ROOT, SCRIPT, free_port, launch, load
 
 pytestmark = pytest.mark.processes
 SINGLE = ROOT / "run_single.sh"
@@ -37,14 +37,6 @@ def clean_environment(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """Options for a small model and a small data file."""
-    path = tmp_path / "data"
-    path.write_bytes(SINGLE.read_bytes() * 4)
-    return [*TINY, "--data", path]
 
 
 @pytest.fixture
@@ -138,10 +130,9 @@ def test_single_command_on_four_gpus_and_eight_threads(words, echo):
     assert said.split() == [*command.split(), *options, "a", "b"]
 
 
-def test_stopping_make_stops_the_run_and_leaves_no_process(tiny, tmp_path):
+def test_stopping_make_stops_the_run_and_leaves_no_process(tiny, out):
     """As root on Linux, in a container with a hostname that does not resolve."""
-    out = tmp_path / "out"
-    words = " ".join(map(str, [*tiny, "--epochs", 9999, "--out", out]))
+    words = " ".join(map(str, [*tiny, "--epochs", 9999]))
     python = os.path.relpath(sys.executable, ROOT)
     command = ["make", "-C", ROOT, "-o", "setup", "train-cpu"]
     in_container = ["unshare", "--net", "--uts", "sh", "-c"]
@@ -220,14 +211,12 @@ def dry_run(*arguments, **settings):
 def test_multi_command_with_and_without_node_rank():
     words = dry_run("--out", "a  b", "*", "it's", MASTER_PORT="29999")
     assert words[-4:] == ["--out", "a  b", "*", "it's"]
-    assert "--rdzv-backend=c10d" in words and "--local-addr=127.0.0.1" in words
-    assert "--rdzv-endpoint=127.0.0.1:29999" in words
-    assert "--nnodes=2" in words and "--max-restarts=0" in words
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
-    assert "GLOO_SOCKET_IFNAME=lo" in words
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=3" in words
+    expected = "--rdzv-backend=c10d --local-addr=127.0.0.1 --nnodes=2 --max-restarts=0"
+    expected += " --nproc-per-node=4 --rdzv-endpoint=127.0.0.1:29999 OMP_NUM_THREADS=2"
+    expected += " GLOO_SOCKET_IFNAME=lo TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    expected += " TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
+    assert set(expected.split()) <= set(words)
     assert "is_host=True" in " ".join(words)
-    assert "--nproc-per-node=4" in words and "OMP_NUM_THREADS=2" in words
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
     for engine in (mpi, {"PMI_SIZE": "4", "PMI_RANK": "1"}):
         words = dry_run(**engine)
@@ -240,12 +229,11 @@ def test_multi_command_with_and_without_node_rank():
 
 @pytest.mark.usefixtures("small_torch")
 def test_multi_keeps_user_settings():
-    env = {"GLOO_SOCKET_IFNAME": "mine", "OMP_NUM_THREADS": "7", "MAX_RESTARTS": "5"}
-    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    words = dry_run("--device=cpu", **env, NPROC_PER_NODE="3", RDZV_TIMEOUT="77")
-    assert "GLOO_SOCKET_IFNAME=mine" in words and "OMP_NUM_THREADS=7" in words
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" in words
-    assert "--max-restarts=5" in words and "--nproc-per-node=3" in words
+    kept = "GLOO_SOCKET_IFNAME=mine OMP_NUM_THREADS=7 TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
+    env = dict(pair.split("=") for pair in kept.split())
+    env |= {"MAX_RESTARTS": "5", "NPROC_PER_NODE": "3", "RDZV_TIMEOUT": "77"}
+    words = dry_run("--device=cpu", **env)
+    assert {*kept.split(), "--max-restarts=5", "--nproc-per-node=3"} <= set(words)
     assert "join_timeout=77" in " ".join(words)
     words = dry_run(SCRIPT="mine.py", NPROC="2", NNODES="1:2")
     assert words[-1] == "mine.py" and "--nproc-per-node=2" in words
@@ -336,7 +324,7 @@ def test_two_hosts_resume_after_a_rank_is_killed(hosts, tiny, tmp_path):
     assert not (tmp_path / "a" / "checkpoint.pt").exists()
     os.kill(children(a.pid)[-1], signal.SIGKILL)
     resumed = b.wait_for(r"(?s)ranks: 2.*ranks: 2.*from step (\d+) ")
-    tens = int(resumed[1]) // 10  # every tenth step is logged: an epoch has 29
+    tens = int(resumed[1]) // 10  # every tenth step is logged
     assert tens >= 2
     b.wait_for(rf"step {tens + 2}0 ")
 
@@ -476,21 +464,18 @@ def test_slurm_gets_the_exit_code_and_each_job_has_its_own_port(
         assert said.count(f"--rdzv-endpoint=127.0.0.1:{10000 + job % 20000} ") == 2
 
 
-def test_slurm_saves_and_requeues_on_sigusr1(slurm, tiny, tmp_path, monkeypatch):
+def test_slurm_saves_and_requeues_on_sigusr1(slurm, tiny, monkeypatch):
     """Slurm sends SIGUSR1 to the whole step. The ranks save, and node 0 requeues."""
     if "--signals-to-handle" not in get_args_parser().format_help():
         pytest.skip("this version of torchrun cannot handle SIGUSR1 and ignores it")
     monkeypatch.setenv("DRY_RUN", "")
-    options = [*tiny, "--epochs", 9999, "--log_every", 10, "--out", tmp_path / "out"]
-    run = launch(MULTI, *options)
+    run = launch(MULTI, *tiny, "--epochs", 9999, "--log_every", 10)
     run.wait_for(r"\nstep \d+ ")  # not "from step 0": signals are handled later
     for pid in children(run.pid):
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if not command[1].endswith("/srun"):
             os.kill(pid, signal.SIGUSR1)
     run.wait_for("stopped by signal 10, saved")
-    for _ in ticks():
-        if run.code is not None:
-            break
+    run.wait()
     requeue = f"scontrol requeue {os.environ['SLURM_JOB_ID']}\n"
     assert slurm.read_text().count(requeue) == 1
