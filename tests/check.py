@@ -8,7 +8,7 @@
 It needs Linux and torch, nothing else, so this file can be copied into any project.
 Each launch runs in a folder of its own: pass data as absolute paths, or with --link.
 In the arguments, {out} becomes a folder that a launch and its relaunch share, {ranks}
-the number of ranks, and {32} the number 32 divided by it.
+the number of ranks, {32} the number 32 divided by it, and ${local_rank} the LOCAL_RANK.
 
 First it runs the script on two ranks, in float64, and records on each rank which
 batches the DataLoaders yield and which random numbers are drawn. Then it replays both
@@ -132,6 +132,12 @@ ROWS = {
         "Does the script wait for the processes that it starts?",
         "H",
     ),
+    "address": Row(
+        "",
+        "it sets the address where the ranks meet: {address}",
+        "Here they met at the one that torchrun sets. With another one they may wait "
+        "for each other in vain, or meet another job. Delete it.",
+    ),
     "steps": Row(
         "all ranks make the same number of steps",
         "rank 0 makes {one} steps, rank 1 makes {two}",
@@ -149,7 +155,8 @@ ROWS = {
         "",
         "all ranks of a machine use GPU 0",
         'NCCL refuses that: "Duplicate GPU detected". Call '
-        "torch.cuda.set_device(local_rank) first, with LOCAL_RANK.",
+        "torch.cuda.set_device(local_rank) first, with LOCAL_RANK. Torchrun does not "
+        "pass --local_rank.",
         "H",
     ),
     "sharded": Row(
@@ -311,6 +318,12 @@ ROWS = {
         "A scheduler kills it soon after. Then all steps since the last save are lost.",
         "4",
     ),
+    "outside": Row(
+        "",
+        "not judged: what follows the first answer. It saves {path}",
+        "All launches share this file, and may resume from each other's. Let it save "
+        "in the folder where it runs, or in {{out}}.",
+    ),
     "few": Row("", "not judged: stopping and resuming, which needs three steps"),
     "again": Row("", "launched again, it fails: {error}", "{hint}{why}", "4"),
     "no rest": Row(
@@ -323,7 +336,8 @@ ROWS = {
     "begin": Row(
         "",
         "launched again, it starts from weights that it never had",
-        "Is everything loaded on all ranks, before DDP is made?",
+        "Is everything loaded on all ranks, before DDP is made? Is it saved in half "
+        "precision?",
         "4",
     ),
     "all lost": Row("", "it starts over: all {lost} steps are lost", "", "4"),
@@ -385,6 +399,11 @@ ROWS = {
         "In a folder of its own, the second one fails. In one folder, both train.",
         "2",
     ),
+    "machine batch": Row(
+        "",
+        "not judged: two machines. A step has {two} samples there, and {one} on one",
+        "Does the script divide the batch size by the GPUs of one machine?",
+    ),
     "both save": Row(
         "",
         "both machines save {names}",
@@ -428,7 +447,7 @@ class Watcher:
         self.loaders = []
         self.groups = set()  # of the DDP objects: see forget_everything()
         names = "cuda", "seeded", "unseeded", "hook", "wrapped", "join"
-        self.once = dict.fromkeys(names, False)
+        self.once = dict.fromkeys(names, False) | {"address": ""}
         self.forget()
         self.recorder = Recorder(self, options)
         wrap(optim.Optimizer, "__init__", self.see_optimizer)
@@ -449,6 +468,7 @@ class Watcher:
             (Join, "__enter__", "join"),
         ):
             wrap(owner, name, functools.partial(self.see_once, mark_of))
+        wrap(torch, "save", self.see_save)
         wrap(random, "seed", self.see_other_seed)
         if "numpy" in sys.modules:
             wrap(sys.modules["numpy"].random, "seed", self.see_other_seed)
@@ -479,6 +499,13 @@ class Watcher:
     def see_once(self, name, call, *args, **kwargs):
         self.once[name] = True
         return call(*args, **kwargs)
+
+    def see_save(self, save, content, file, *args, **kwargs):
+        if isinstance(file, (str, os.PathLike)):
+            path, log = map(os.path.realpath, (file, os.environ["CHECK_LOG"]))
+            if Path(log).parent not in Path(path).parents:
+                Path(log, "outside").write_text(path)
+        return save(content, file, *args, **kwargs)
 
     def see_other_seed(self, seed, *args, **kwargs):
         """A seed changes the state of the generator, but draws nothing."""
@@ -1416,6 +1443,10 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         if name in ("float", "half", "bfloat16") and torch.is_tensor(args[0]):
+            if name != "float" and not args[0].requires_grad:
+                rounded = function(*args, **(kwargs or {}))  # as in a checkpoint
+                if rounded.isfinite().all():
+                    return rounded.double()
             return args[0].double()
         if name in ("view", "frombuffer"):  # these look at bytes: cast the result
             return in_default_dtype(function(*args, **(kwargs or {})))
@@ -1460,6 +1491,24 @@ def refuse_to_spawn(start, *args, **kwargs):
     sys.exit(SPAWN)
 
 
+def meet_at_torchrun(torchruns, watcher, join, *args, **options):
+    """The launches run side by side, so the script's own port may be taken."""
+    call = inspect.signature(join).bind(*args, **options)
+    method = call.arguments.get("init_method") or "env://"
+    address = {name: os.environ.get(name) for name in torchruns}
+    its_own = ":".join(map(str, address.values())) if address != torchruns else ""
+    if not method.startswith("env:"):
+        its_own = method
+    if its_own and call.arguments.get("store") is None:
+        watcher.once["address"] = its_own
+        local = re.search(r"localhost|127\.0\.0\.1|file:", its_own)
+        if local and os.environ["GROUP_WORLD_SIZE"] != "1":
+            raise RuntimeError(f"each machine has its own {its_own}")
+        os.environ.update(torchruns)
+        call.arguments["init_method"] = "env://"
+    return join(*call.args, **call.kwargs)
+
+
 def watch(words):
     """Run the script in this rank, and watch it."""
     if os.environ["CHECK_PARENT"] != str(os.getppid()):
@@ -1490,6 +1539,10 @@ def watch(words):
     wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
     watcher = Watcher(options)
     watcher.gpus = gpus
+    address = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    meet = functools.partial(meet_at_torchrun, address, watcher)
+    for owner in (dist, dist.distributed_c10d, dist.device_mesh):
+        wrap(owner, "init_process_group", meet)
     # Run it as Python does: as the module __main__, which lives until the exit.
     main_module = types.ModuleType("__main__")
     if words[0] == "-m":
@@ -1710,6 +1763,10 @@ class Gpus:
         return self._find()
 
     def set_device(self, device):
+        if device is None:
+            raise ValueError(
+                f"Expected an integer or a torch.device, but got: {device}"
+            )
         if device != -1:
             self._current = self._find(device)
 
@@ -1717,7 +1774,7 @@ class Gpus:
     def device(self, device):
         before = self._current
         try:
-            self.set_device(device)
+            self.set_device(before if device is None else device)
             yield
         finally:
             self._current = before
@@ -2099,7 +2156,8 @@ class Launch:
         self.log.mkdir()
         self.folders = folders
         if folders is None:
-            self.folders = [self.log / f"folder{i}" for i in range(machines)]
+            names = [f"machine{i}" for i in range(machines)]
+            self.folders = [self.log / name / "folder" for name in names]
         options = {"float64": check.float64, "gpus": check.gpus, "lines": False}
         options |= {"probe": False}
         options |= {"disturbance": ["", 0, 0], "steps": check.options.steps, **more}
@@ -2127,21 +2185,27 @@ class Launch:
         self.processes = []
         Launch.alive.append(self)
         for machine, folder in enumerate(self.folders):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder.parent.with_name(f"tmp{machine}")
+            temporary.mkdir(exist_ok=True)
             for path in check.options.link:
-                if not (folder / path.name).is_symlink():
-                    (folder / path.name).symlink_to(path.resolve())
+                place = folder / path.name
+                if path.parts[0] == "..":  # where the script opens ../data
+                    place = folder / path
+                if not place.is_symlink():
+                    place.symlink_to(path.resolve())
             words = [f"--nproc-per-node={ranks // machines}", "--local-addr=localhost"]
             if machines == 1:
                 words += ["--standalone"]
             else:
                 words += [f"--nnodes={machines}", f"--node-rank={machine}"]
-                words += ["--master-addr=localhost", f"--master-port={port}"]
+                words += ["--master-addr=127.0.0.1", f"--master-port={port}"]
             words += [__file__, *check.script]
             words += [fill_in(word, ranks, folder) for word in check.options.words]
             # A fork of this process, which has imported torch already.
             said = self.log / f"torchrun{machine}"
-            arguments = words, folder, said, environment
+            of_machine = environment | {"TMPDIR": str(temporary)}
+            arguments = words, folder, said, of_machine
             process = FORK.Process(target=become_torchrun, args=arguments)
             process.start()
             self.processes.append(process)
@@ -2266,6 +2330,8 @@ class Launch:
         missing = re.search("No such file|not found|NotFound", why)
         words = {"error": textwrap.shorten(last, 160), "why": why}
         words["hint"] = FILE_HINT if missing else ""
+        if re.search("cuda:-1|but got: None", why):
+            words["hint"] = "Torchrun does not pass --local_rank: see --help.\n"
         return words | {"timeout": self.timeout, "steps": len(self.steps[0])}
 
     def why(self):
@@ -2421,6 +2487,11 @@ class Check:
         if any(step["tensor parallel"] for step in one):
             self.line("note", "tensor parallel")
             return False
+        if one[-1]["address"]:
+            self.line("note", "address", address=one[-1]["address"])
+        if run.read("outside") and self.parts:
+            self.line("note", "outside", path=run.read("outside"))
+            self.parts.clear()
         if two[-1:] and two[-1]["shared"]:
             self.line("WRONG", "same gpu")
         word = "note" if one[-1]["join"] else "WRONG"  # Join expects unequal numbers
@@ -2450,9 +2521,9 @@ class Check:
         self.title("Two ranks, in float64")
         run = self.launch_recorded("2-ranks", 2, probe=True)
         run.end()
+        run = self.with_gpus(run)
         if SPAWN in run.read("errors"):
             sys.exit(f"{self.name}: {SPAWN}")
-        run = self.with_gpus(run)
         if not run.ended_well and not run.hangs:
             failed = run
             self.float64 = False
@@ -2469,9 +2540,8 @@ class Check:
             self.line("note", "imitated", **run.words())
             return None
         if not run.steps[0] and run.ended_well:
-            sys.exit(
-                f"{self.name} makes no step of a torch optimizer: nothing to check"
-            )
+            text = "makes no step of a torch optimizer in torchrun's processes"
+            sys.exit(f"{self.name} {text}: nothing to check")
         return run
 
     def with_gpus(self, run):
@@ -2920,7 +2990,7 @@ class Check:
         for rank in range(2):
             pairs = zip(two.steps[rank][done:], again.steps[rank])
             draws[rank] = [
-                i for i, (a, b) in enumerate(pairs) if a["draws"] != b["draws"]
+                i for i, (a, b) in enumerate(pairs) if noise_of(a) != noise_of(b)
             ]
         far, where = drift(rest, steps, two, 1e-6)
         rows = [
@@ -2933,8 +3003,8 @@ class Check:
             )
             pairs = list(zip(*[again.steps[rank] for rank in range(2)]))
             before = list(zip(*[two.steps[rank][done:] for rank in range(2)]))
-            alike = [a["draws"] == b["draws"] != [] for a, b in pairs]
-            were = [a["draws"] == b["draws"] != [] for a, b in before]
+            alike = [noise_of(a) == noise_of(b) != [] for a, b in pairs]
+            were = [noise_of(a) == noise_of(b) != [] for a, b in before]
             same = (
                 " Now both ranks draw the same." if any(alike) and not any(were) else ""
             )
@@ -2994,11 +3064,15 @@ class Check:
                 self.line("WRONG", "machines start", **run.words())
             return
         same = run.bits == self.two.bits
-        if same or self.is_reproducible:
+        kind = self.two.kind_of_samples()
+        one, two = [len(r.samples(0, kind)[0]) for r in (self.two, run)]
+        if one != two:
+            self.line("note", "machine batch", one=2 * one, two=2 * two)
+        elif same or self.is_reproducible:
             self.judge(same, "machines")
         else:
             self.line("note", "random", what="two machines")
-        first, second = [checkpoints_in(folder) for folder in run.folders]
+        first, second = [checkpoints_in(folder.parent) for folder in run.folders]
         if first & second and shared not in run.folders:
             self.line("note", "both save", names=sorted(first & second))
 
@@ -3072,6 +3146,11 @@ def trains_together(run):
     steps = run.steps[0]
     together = sum(step["together"] > 0 for step in steps)
     return steps[0]["ranks"] > 1 and together > len(steps) / 2
+
+
+def noise_of(step):
+    """What it has drawn, without the order of an epoch: samples are compared anyway."""
+    return [draw for draw in step["draws"] if draw[0] != "randperm"]
 
 
 def remove(folder):
@@ -3175,10 +3254,10 @@ def place_of(again, plain):
     return min(places, default=None)
 
 
-def checkpoints_in(folder):
+def checkpoints_in(machine):
     endings = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors"
-    paths = [path for path in folder.rglob("*") if path.suffix in endings]
-    return {str(path.relative_to(folder)) for path in paths}
+    paths = [path for path in machine.rglob("*") if path.suffix in endings]
+    return {os.path.relpath(path, machine / "folder") for path in paths}
 
 
 def printed(run, pattern):

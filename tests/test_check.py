@@ -587,6 +587,7 @@ from torch.utils.data import RandomSampler, Subset, TensorDataset, random_split
 
 mse = nn.functional.mse_loss
 """
+OWN = "tcp://127.0.0.1:23456"
 GROUP = """\
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -1602,6 +1603,63 @@ RESUMES = [
         MACHINES,
     ),
     Case(
+        "an address of its own",
+        plain(
+            (
+                'init_process_group("gloo")',
+                f'init_process_group("gloo", init_method="{OWN}", '
+                "rank=int(os.environ['RANK']), "
+                "world_size=int(os.environ['WORLD_SIZE']))",
+            )
+        ),
+        [
+            ("note address", {"address": OWN}),
+            RIGHT,
+            (
+                "WRONG machines start",
+                {"error": f"RuntimeError: each machine has its own {OWN}"},
+            ),
+        ],
+        MACHINES,
+    ),
+    Case(
+        "a checkpoint in half precision",
+        resumable(
+            (
+                '{"model": model.state_dict(), ',
+                '{"model": {k: v.half() for k, v in model.state_dict().items()}, ',
+            )
+        ),
+        [RIGHT, "ok masks", "WRONG begin", AFTER],
+        RESUME,
+        ci=True,
+    ),
+    Case(
+        "an order that is drawn before each epoch",
+        resumable(
+            (
+                "    sampler.set_epoch(epoch)\n",
+                "    sampler.set_epoch(epoch)\n    torch.manual_seed(epoch)\n"
+                "    torch.randperm(320)\n",
+            )
+        ),
+        [RIGHT, "ok masks", SAVED, "ok rest", SAVED, "ok rest"],
+        RESUME,
+    ),
+    Case(
+        "all launches save the same file",
+        resumable(
+            (
+                'if os.path.exists("checkpoint.pt"):\n',
+                "os.chdir(os.path.dirname(__file__))\n"
+                'if os.path.exists("checkpoint.pt"):\n',
+            )
+        ),
+        ["note outside", "note not replayed"],
+        RESUME,
+        ci=True,
+    ),
+    Case(
         "SIGTERM is ignored",
         resumable(("if stops:", "if False:")),
         [RIGHT, "ok masks", "LOSES signal"],
@@ -1696,6 +1754,12 @@ GPUS = [
         "to cuda:rank",
         on_gpus(("cuda:{local}", "cuda:{rank}")),
         BY_RANK,
+        MACHINES,
+    ),
+    Case(
+        "a batch for each machine",
+        on_gpus(("32 // size", "32 // torch.cuda.device_count()")),
+        [RIGHT, ("note machine batch", {"one": "32", "two": "64"})],
         MACHINES,
     ),
     Case(
@@ -1938,13 +2002,25 @@ def test_module_with_relative_imports(tmp_path):
 
 
 @slow
-def test_file_of_the_folder_is_linked(tmp_path):
-    (tmp_path / "data.txt").write_text("0")
+def test_files_are_linked_and_each_rank_gets_its_own_local_rank(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/1.txt").write_text("1")
+    (tmp_path / "2.txt").write_text("2")
     script = tmp_path / "mine.py"
-    seed = ("torch.manual_seed(0)", 'torch.manual_seed(int(open("data.txt").read()))')
-    script.write_text(plain(seed))
-    options = f"{QUICK} --link data.txt"
-    assert_said(run_check(script, options=options, cwd=tmp_path), [RIGHT])
+    seed = 'open("1.txt").read() + open("../2.txt").read()'
+    script.write_text(
+        on_gpus(
+            ("torch.manual_seed(0)", f"torch.manual_seed(int({seed}))"),
+            ("set_device(local)", "set_device(int(sys.argv[1]))"),
+        )
+    )
+    text = run_check(
+        script,
+        "${local_rank}",
+        options=f"{QUICK} --link 1.txt --link ../2.txt",
+        cwd=tmp_path / "folder",
+    )
+    assert_said(text, [RIGHT])
 
 
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
@@ -1993,7 +2069,7 @@ def test_right_script_quickly(tmp_path):
     text = run_check(script, options=QUICK)
     assert_said(text, ["note float32", "ok gradient"])
     folder = Path(re.search("Everything that the launches said: (.*)", text)[1])
-    a, b = tmp_path / "model.pt", folder / "2-ranks-float32/folder0/model.pt"
+    a, b = tmp_path / "model.pt", folder / "2-ranks-float32/machine0/folder/model.pt"
     a, b = [flatten(torch.load(path, weights_only=True)) for path in (a, b)]
     assert a == b
 
