@@ -181,7 +181,7 @@ ROWS = {
         "",
         "not judged: whether the ranks train on different samples",
         "The samples do not change from step to step, or no DataLoader and no module "
-        "gets any.",
+        "in train() mode gets any.",
     ),
     "whole epoch": Row(
         "",
@@ -526,14 +526,16 @@ class Watcher:
         weights = list(module.parameters()) if self.calls == 0 else []
         if weights and not trains:
             self.uses["evaluates"] = True
-        if trains and any(weight.requires_grad for weight in weights):
+        grad = torch.is_grad_enabled()
+        if grad and any(weight.requires_grad for weight in weights):
             if type(module).__name__ == "FullyShardedDataParallel":
                 self.seen["sharded"] = True
             self.seen["tensor parallel"] |= shares_samples(module, weights)
             for name, weight in module.named_parameters():
                 self.names.setdefault(id(weight), name)
             self.recorder.begin()
-            self.seen["inputs"] += checksums_of_rows(tensors_in([inputs, named]))
+            if trains:  # in eval() mode it may be an evaluation
+                self.seen["inputs"] += checksums_of_rows(tensors_in([inputs, named]))
         self.calls += 1
         try:
             return call(module, *inputs, **named)
@@ -2714,7 +2716,7 @@ class Check:
                     return f"{text} other samples or random numbers than the ranks had."
         elif not run.keys:
             mine = sorted(sum([of_rank[step]["inputs"] for of_rank in run.steps], []))
-            if sorted(one.steps[0][step]["inputs"]) != mine:
+            if not mine or sorted(one.steps[0][step]["inputs"]) != mine:
                 text = "It has no DataLoader, and one process makes other samples."
                 return f"{text} To compare them, make them of seeds and global numbers."
         rows = [len(of_rank[step]["inputs"]) for of_rank in [*run.steps, one.steps[0]]]

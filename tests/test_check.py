@@ -807,6 +807,16 @@ for step in range(12):
     loss.backward()
     optimizer.step()
 """
+# A pretrained model may be in eval() mode. Each rank takes rows at random.
+OWN_ROWS = """\
+wrapped.eval()
+rows = torch.randn(1000, 8)
+for step in range(12):
+    x = rows[numpy.random.default_rng(step * size + rank).integers(1000, size=8)]
+    optimizer.zero_grad()
+    mse(wrapped(x), x.sin()).backward()
+    optimizer.step()
+"""
 OWN_NOISE = """\
 class Noisy(Dataset):
     def __len__(self):
@@ -1003,6 +1013,11 @@ SMALL = [
     Case("detection", in_place_of(DETECTION), [RIGHT], ci=True),
     Case("padded rows", in_place_of(PADDED), [RIGHT], ci=True),
     Case("an agent without a DataLoader", in_place_of(AGENT), [RIGHT], ci=True),
+    Case(
+        "its own rows, in eval() mode",
+        in_place_of(MODEL, WRAP, OWN_ROWS),
+        ["note no samples", "note not replayed"],
+    ),
     Case(
         "noise in the data and the step, another sampler, a schedule",
         in_place_of(
