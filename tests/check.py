@@ -708,7 +708,7 @@ class Batches:
         self.watcher = watcher
         self.key = key
         self.iterator = iterator
-        self.indices = getattr(iterator, "check_indices", deque())
+        self.indices = vars(iterator).setdefault("check_indices", deque())
         self.data = 0
         if key[1] == 0:
             watcher.note_others()
