@@ -177,6 +177,13 @@ ROWS = {
         "sampler that gives each rank its own share?",
         "2",
     ),
+    "overlap": Row(
+        "",
+        "the ranks have samples in common in a step",
+        "{share:.0%} of rank 0's samples are on rank 1, too. Is that intended, as in "
+        "repeated augmentation?",
+        "2",
+    ),
     "no samples": Row(
         "",
         "not judged: whether the ranks train on different samples",
@@ -2579,6 +2586,8 @@ class Check:
                 share = shared_of(run, "inputs")  # each rank takes its share by itself
         if share is None:
             self.line("note", "no samples")
+        elif 0.2 <= share < 0.9:
+            self.line("note", "overlap", share=share)
         elif not self.judge(share < 0.2, "samples", share=share):
             return False
         steps = run.first_epoch()

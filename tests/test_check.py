@@ -832,6 +832,18 @@ sampler = DistributedSampler(dataset) if size > 1 else RandomSampler(dataset)
 sampler.set_epoch = getattr(sampler, "set_epoch", print)
 loader = DataLoader(dataset, 16, sampler=sampler)
 """
+# Repeated augmentation: three times each sample, one behind the other.
+REPEATED = """\
+class Repeated(DistributedSampler):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(320, generator=generator).repeat_interleave(3)
+        return iter(order[rank::size][: 320 // size].tolist())
+
+
+sampler = Repeated(dataset)
+loader = DataLoader(dataset, 16, sampler=sampler)
+"""
 SCHEDULE = """\
 scheduler = torch.optim.lr_scheduler.OneCycleLR(
     optimizer, 0.01, total_steps=2 * len(loader)
@@ -1152,6 +1164,11 @@ SMALL = [
         "each rank shuffles everything",
         plain(("model = ", "torch.manual_seed(rank)\nmodel = "), NO_SAMPLER, NO_EPOCH),
         [("note whole epoch", {}), RIGHT],
+    ),
+    Case(
+        "each sample is on both ranks, with other noise",
+        in_place_of(OWN_NOISE, REPEATED, MODEL, WRAP, EPOCHS),
+        ["note overlap", RIGHT],
     ),
     Case(
         "each rank shuffles with its own seed",
