@@ -2986,44 +2986,24 @@ class Check:
         if len(again.steps[0]) != left and not self.options.steps:
             self.line("WRONG", "no rest", made=len(again.steps[0]), left=left)
             return
-        for kind in ("ids", "rows"):
-            mine, theirs = [r.samples(0, kind) for r in (again, two)]
-            pairs = list(zip(mine, theirs[done:]))
-            other = [i for i, (a, b) in enumerate(pairs) if Counter(b) - Counter(a)]
-            if kind == "ids" and other:
-                self.line("WRONG", "other samples", first=other[0])
-                return
-            if kind == "rows" and other and not any(two.samples(0, "ids")):
-                if any(Counter(pairs[other[0]][0]) & Counter(sum(theirs, []))):
-                    self.line("WRONG", "other samples", first=other[0])
-                    return
-        draws = {}
-        for rank in range(2):
-            pairs = zip(two.steps[rank][done:], again.steps[rank])
-            draws[rank] = [
-                i for i, (a, b) in enumerate(pairs) if noise_of(a) != noise_of(b)
-            ]
+        ids, rows = [self.other_samples(again, done, kind) for kind in ("ids", "rows")]
+        if ids is not None or (rows is not None and not any(two.samples(0, "ids"))):
+            self.line("WRONG", "other samples", first=rows if ids is None else ids)
+            return
         far, where = drift(rest, steps, two, 1e-6)
-        rows = [
-            i for i, (a, b) in enumerate(zip(rest, steps)) if a["inputs"] != b["inputs"]
-        ]
-        noise = rows and not any(draws.values())
-        if any(draws.values()) or (rows and where is not None):
-            who = " and ".join(
-                f"rank {rank}" for rank in range(2) if draws[rank] or noise
-            )
-            pairs = list(zip(*[again.steps[rank] for rank in range(2)]))
-            before = list(zip(*[two.steps[rank][done:] for rank in range(2)]))
-            alike = [noise_of(a) == noise_of(b) != [] for a, b in pairs]
-            were = [noise_of(a) == noise_of(b) != [] for a, b in before]
-            same = (
-                " Now both ranks draw the same." if any(alike) and not any(were) else ""
-            )
+        old = [of_rank[done:] for of_rank in two.steps]
+        who = [r for r in (0, 1) if noises(old[r], again.steps[r], str.__ne__)]
+        other = any(a["inputs"] != b["inputs"] for a, b in zip(rest, steps))
+        if who or (other and where is not None):
+            names = " and ".join(f"rank {rank}" for rank in who or (0, 1))
+            same = ""
+            if noises(*again.steps, str.__eq__) and not noises(*old, str.__eq__):
+                same = " Now both ranks draw the same."
             then = "The rest was compared with the old ones." if where is None else ""
-            if where is not None and rows:
+            if where is not None and other:
                 then = "So the samples differ, and the rest was not judged."
-            self.line("note", "other noise", who=who, same=same, then=then)
-            if where is not None and rows:
+            self.line("note", "other noise", who=names, same=same, then=then)
+            if where is not None and other:
                 return
         apart = f"{far:.0e} apart"
         if again.bits[0][:left] == [step["bits"] for step in rest][: len(steps)]:
@@ -3037,6 +3017,16 @@ class Check:
         values = {"apart": apart, "off": far, "first": first, "rates": rates}
         if self.judge(where is None, "rest", **values):
             self.check_printed_again(again, done)
+
+    def other_samples(self, again, done, kind):
+        """The first step of a relaunch without the samples that were left, or None."""
+        mine, theirs = [run.samples(0, kind) for run in (again, self.two)]
+        for i, (a, b) in enumerate(zip(mine, theirs[done:])):
+            if Counter(b) - Counter(a):
+                # Rows that never came before may be the same samples, with other noise.
+                known = kind == "ids" or Counter(a) & Counter(sum(theirs, []))
+                return i if known else None
+        return None
 
     def check_printed_again(self, again, done):
         for pattern in self.options.compare:
@@ -3059,7 +3049,7 @@ class Check:
             self.title("Two machines, without pretended GPUs", run)
         error = run.words()["error"]
         shared = run.log / "shared"
-        if not run.trained and run.words()["hint"]:  # a file is missing
+        if not run.trained and run.words()["hint"] == FILE_HINT:
             gpus = run.options["gpus"]
             folders = [shared, shared]
             run = Launch(self, "machines-shared", 2, 2, folders, gpus=gpus)
@@ -3159,9 +3149,16 @@ def trains_together(run):
     return steps[0]["ranks"] > 1 and together > len(steps) / 2
 
 
-def noise_of(step):
-    """What it has drawn, without the order of an epoch: samples are compared anyway."""
-    return [draw for draw in step["draws"] if draw[0] != "randperm"]
+def noises(one, two, compare):
+    """Whether this is true of what some step has drawn in both.
+
+    Without the order of an epoch: samples are compared anyway.
+    """
+    for steps in zip(one, two):
+        a, b = [[d for d in s["draws"] if d[0] != "randperm"] for s in steps]
+        if (a or b) and compare(repr(a), repr(b)):
+            return True
+    return False
 
 
 def remove(folder):
