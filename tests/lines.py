@@ -80,6 +80,7 @@ EXCEPTIONS = {
     "total.get(name, 0) {+ -> -}": "the count changes its sign, too",
     "{dtype=torch.float64 -> nothing}) # one row": "float32 is exact enough, too",
     "{n -> used} < global_batch": "below one step, used is 0",
+    "[weight{.detach()": "memory: get_total_norm() does not track gradients",
     "{float(row[name])": "torch.tensor() takes one-element tensors, too",
     "[{float(nn.utils.get_total_norm": "a GPU: a tensor would come with its device",
     ', {float(results[-1]["grad_norm"])': "a GPU: a tensor would come with its device",
