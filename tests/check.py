@@ -507,12 +507,13 @@ class Watcher:
         self.once[name] = True
         return call(*args, **kwargs)
 
-    def see_save(self, save, content, file, *args, **kwargs):
+    def see_save(self, save, *args, **kwargs):
+        file = inspect.signature(save).bind(*args, **kwargs).arguments["f"]
         if isinstance(file, (str, os.PathLike)):
             path, log = map(os.path.realpath, (file, os.environ["CHECK_LOG"]))
             if Path(log).parent not in Path(path).parents:
                 Path(log, "outside").write_text(path)
-        return save(content, file, *args, **kwargs)
+        return save(*args, **kwargs)
 
     def see_other_seed(self, seed, *args, **kwargs):
         """A seed changes the state of the generator, but draws nothing."""
@@ -598,8 +599,8 @@ class Watcher:
         if not number:
             number = [len(self.loaders)]
             self.loaders.append([loader, 0])
-            if size_of(loader) is not None:
-                length = size_of(loader), len(loader)
+            with contextlib.suppress(TypeError):  # a stream, or an endless sampler
+                length = len(loader.dataset), len(loader)
                 self.recorder.keep("length", number[0], length)
         known = self.loaders[number[0]]
         known[1] += 1
@@ -614,7 +615,6 @@ class Watcher:
 
     def fetched(self, key, indices, batch, ended=False):
         """A DataLoader has yielded a batch, or has come to its end."""
-        self.note_others()
         grad = torch.is_grad_enabled()
         rows = checksums_of_rows(tensors_in(batch)) if grad else []
         self.uses = {}
@@ -1454,7 +1454,7 @@ class InFloat64(TorchFunctionMode):
         if name in ("float", "half", "bfloat16") and torch.is_tensor(args[0]):
             if name != "float" and not args[0].requires_grad:
                 rounded = function(*args, **(kwargs or {}))  # as in a checkpoint
-                if rounded.isfinite().all():
+                if not rounded.is_meta and rounded.isfinite().all():
                     return rounded.double()
             return args[0].double()
         if name in ("view", "frombuffer"):  # these look at bytes: cast the result
@@ -1773,9 +1773,7 @@ class Gpus:
 
     def set_device(self, device):
         if device is None:
-            raise ValueError(
-                f"Expected an integer or a torch.device, but got: {device}"
-            )
+            raise ValueError("Expected a torch.device or an integer, but got: None")
         if device != -1:
             self._current = self._find(device)
 
@@ -2336,7 +2334,7 @@ class Launch:
             last += f": {code.strip()}"
         if self.hangs:
             last = f"it does not end within {self.timeout} s"
-        missing = re.search("No such file|not found|NotFound", why)
+        missing = re.search("No such file|not found|(?<!Module)NotFound", why)
         words = {"error": textwrap.shorten(last, 160), "why": why}
         words["hint"] = FILE_HINT if missing else ""
         if re.search("cuda:-1|but got: None", why):
@@ -2533,7 +2531,8 @@ class Check:
         run = self.with_gpus(run)
         if SPAWN in run.read("errors"):
             sys.exit(f"{self.name}: {SPAWN}")
-        if not run.ended_well and not run.hangs:
+        # A rank that has failed may leave the other one waiting.
+        if not run.ended_well and (not run.hangs or "Traceback" in run.read("errors")):
             failed = run
             self.float64 = False
             self.title("It fails: again, in float32")
@@ -2541,6 +2540,7 @@ class Check:
             run.end()
             run = self.with_gpus(run)
             if run.ended_well:
+                failed.hangs = False
                 self.line("note", "float32", error=failed.words()["error"])
         # Gloo, which takes the place of NCCL, refuses some calls.
         refused = re.search("gloo|not implemented", run.words()["error"].lower())
@@ -3066,9 +3066,9 @@ class Check:
             return
         same = run.bits == self.two.bits
         kind = self.two.kind_of_samples()
-        one, two = [len(r.samples(0, kind)[0]) for r in (self.two, run)]
-        if one != two:
-            self.line("note", "machine batch", one=2 * one, two=2 * two)
+        sizes = [2 * len(r.samples(0, kind)[0]) for r in (self.two, run)]
+        if sizes[0] != sizes[1]:
+            self.line("note", "machine batch", one=sizes[0], two=sizes[1])
         elif same or self.is_reproducible:
             self.judge(same, "machines")
         else:
@@ -3265,6 +3265,7 @@ def place_of(again, plain):
 def checkpoints_in(machine):
     endings = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors"
     paths = [path for path in machine.rglob("*") if path.suffix in endings]
+    paths = [path for path in paths if not path.is_symlink()]
     return {os.path.relpath(path, machine / "folder") for path in paths}
 
 

@@ -844,6 +844,23 @@ class Repeated(DistributedSampler):
 sampler = Repeated(dataset)
 loader = DataLoader(dataset, 16, sampler=sampler)
 """
+ENDLESS = """\
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        while True:
+            yield from torch.randperm(320, generator=generator).tolist()[rank::size]
+
+
+x = torch.randn(320, 8)
+generator = torch.Generator().manual_seed(0)
+loader = DataLoader(TensorDataset(x, x.sin()), 32 // size, sampler=Endless())
+"""
+NEXT = f"""\
+batches = iter(loader)
+for epoch in range(2):
+    for i in range(10):
+        x, y = next(batches)
+{STEP}"""
 SCHEDULE = """\
 scheduler = torch.optim.lr_scheduler.OneCycleLR(
     optimizer, 0.01, total_steps=2 * len(loader)
@@ -1229,6 +1246,21 @@ SMALL = [
             )
         ),
         ["note not replayed"],
+    ),
+    Case(
+        "an endless sampler without a length",
+        in_place_of(ENDLESS, MODEL, WRAP, NEXT),
+        [RIGHT],
+        ci=True,
+    ),
+    Case(
+        "a sum, and numpy draws in the data set",
+        change(
+            in_place_of(OWN_NOISE, MODEL, WRAP, EPOCHS),
+            ("torch.randn(8), x_all", "numpy.random.randn(8), x_all"),
+            ("mse(wrapped(x), y)", 'mse(wrapped(x), y, reduction="sum") / 128'),
+        ),
+        [("WRONG gradient", {"off": (0.2, 5)})],
     ),
     Case(
         "it asks for float32",
