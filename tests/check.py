@@ -829,7 +829,11 @@ class Recorder(TorchDispatchMode):
             how = options["replay"]
             paths = [Path(how["folder"], f"rank{i}.pickle") for i in how["ranks"]]
             self.ranks = [Record(path) for path in paths]
-            self.keys = {tuple(key) for key in how["keys"]}
+            names, *_ = keys = [list(map(tuple, keys)) for keys in how["keys"]]
+            self.keys = set(names)  # each rank's iterations, by the names of rank 0's
+            for rank, mine in zip(self.ranks, keys):
+                pairs = list(zip(names, mine))
+                rank.batches = {name: rank.batches.get(key, []) for name, key in pairs}
             self.order = how["order"]
         if "again" in options:
             path = Path(options["again"], f"rank{watcher.rank}.pickle")
@@ -907,12 +911,11 @@ class Recorder(TorchDispatchMode):
     def batches_of_ranks(self, key):
         """Of each rank. Accelerate's rank 0 may read the batches for all ranks."""
         batches = [rank.batches.get(key, []) for rank in self.ranks]
-        known = [key[0] in rank.lengths for rank in self.ranks]
-        for number, rank in enumerate(self.ranks[1:], 1):
-            reads = any(loader == key[0] for loader, _ in rank.batches)
-            if reads and known[number] == known[0]:
-                return batches
-        if len(batches) == 1 or not batches[0]:
+        if (
+            not batches[0]
+            or len(batches) == 1
+            or any(r.batches for r in self.ranks[1:])
+        ):
             return batches
         self.said.write("alone\n")
         turns = batches[0][-1][-1] - batches[0][0][-1] + 1
@@ -2178,13 +2181,15 @@ class Launch:
             "CUDA_VISIBLE_DEVICES": "",  # a CPU computes the same bits every time
             "PYTHONPATH": check.python_path,
             "TORCH_COMPILE_DISABLE": "1",  # it would not see the random numbers
+            # Lightning's options for several machines. Most scripts leave them out.
+            "PL_TRAINER_NUM_NODES": str(machines),
+            "LT_NUM_NODES": str(machines),
         }
         if not options["gpus"]:
             # Without these, Accelerate, the Trainer and Lightning take one process.
             environment |= {"ACCELERATE_USE_CPU": "true"}
             environment |= {"PL_TRAINER_DEVICES": str(ranks // machines)}
-            environment |= {"PL_TRAINER_NUM_NODES": str(machines)}
-            environment |= {"LT_ACCELERATOR": "cpu", "LT_NUM_NODES": str(machines)}
+            environment |= {"LT_ACCELERATOR": "cpu"}
             environment |= {"LT_DEVICES": str(ranks // machines)}
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -2268,26 +2273,23 @@ class Launch:
 
     @functools.cached_property
     def keys(self):
-        """(loader, iteration) of what it trains on, and not only evaluates."""
-        places = {}
-        for step in self.steps[0]:
-            for entry in step["fetched"]:
-                place = places.setdefault(tuple(entry["key"]), (set(), [], set()))
-                at, grad, uses = place
-                at.add(step["step"])
-                grad.append(entry["grad"])
-                uses.update(entry["uses"])
-        return [
-            key
-            for key, (at, grad, uses) in places.items()
-            if (len(at) > 1 or grad[0]) and uses != {"evaluates"}
-        ]
+        """(loader, iteration) of what each rank trains on, and not only evaluates."""
+        keys = []
+        for steps in self.steps:
+            places = {}
+            for entry in sum([step["fetched"] for step in steps], []):
+                uses = places.setdefault(tuple(entry["key"]), Counter())
+                trains = "trains" in entry["uses"]
+                uses["trains" if trains else "evaluates"] += bool(entry["uses"])
+            pairs = places.items()
+            keys.append([k for k, n in pairs if n["trains"] >= max(1, n["evaluates"])])
+        return keys
 
     def samples(self, rank, kind):
         """For each step, what the rank has trained on: checksums of its samples."""
         if kind == "inputs":
             return [step["inputs"] for step in self.steps[rank]]
-        keys = set(self.keys)
+        keys = set(self.keys[rank])
         of_steps = []
         for step in self.steps[rank]:
             entries = [e for e in step["fetched"] if tuple(e["key"]) in keys]
@@ -2305,19 +2307,19 @@ class Launch:
     @functools.cached_property
     def data(self):
         """A checksum of sample 0 on each rank, where there is one."""
-        keys = set(self.keys)
         checksums = []
-        for of_rank in self.steps:
-            entries = [entry for step in of_rank for entry in step["fetched"]]
+        for of_rank, keys in zip(self.steps, self.keys):
+            entries = sum([step["fetched"] for step in of_rank], [])
+            loaders = {loader for loader, _ in keys}
             known = [
-                e["data"] for e in entries if "data" in e and tuple(e["key"]) in keys
+                e["data"] for e in entries if "data" in e and e["key"][0] in loaders
             ]
             checksums.append(known[0] if known else 0)
         return checksums
 
     def first_epoch(self):
         """The number of steps in the first iteration of the loader, if it has ended."""
-        keys = self.keys
+        keys = self.keys[0]
         if len({key[0] for key in keys}) == 1 and len(keys) == 1 or not keys:
             return None
         for number, step in enumerate(self.steps[0]):
@@ -2611,7 +2613,7 @@ class Check:
         for step in run.steps[0]:
             for entry in step["fetched"]:
                 epochs.setdefault(tuple(entry["key"]), []).append(entry["ids"])
-        epochs = [tuple(map(tuple, epochs[key])) for key in run.keys]
+        epochs = [tuple(map(tuple, epochs[key])) for key in run.keys[0]]
         epochs = [epoch for epoch in epochs if sum(map(len, epoch)) > 1]
         pairs = list(zip(epochs, epochs[1:]))
         same = [i for i, (a, b) in enumerate(pairs) if a == b]
@@ -2723,7 +2725,7 @@ class Check:
                         "One process makes more micro-steps than a rank, and these get"
                     )
                     return f"{text} other samples or random numbers than the ranks had."
-        elif not run.keys:
+        elif not run.keys[0]:
             mine = sorted(sum([of_rank[step]["inputs"] for of_rank in run.steps], []))
             if not mine or sorted(one.steps[0][step]["inputs"]) != mine:
                 text = "It has no DataLoader, and one process makes other samples."

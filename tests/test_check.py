@@ -1139,6 +1139,12 @@ SMALL = [
         [RIGHT],
     ),
     Case(
+        "rank 0 looks at a batch first",
+        plain((WRAP, WRAP + "if rank == 0:\n    print(next(iter(loader)))\n")),
+        [RIGHT],
+        ci=True,
+    ),
+    Case(
         "loaders made anew in each epoch",
         plain(ANEW),
         [RIGHT],
