@@ -1449,6 +1449,7 @@ def fits_in(tensor, sizes, exact):
 
 # Every floating-point number is in float64, also where a script asks for another dtype.
 LESS = torch.float32, torch.float16, torch.bfloat16
+MODES = []  # that change what the script calls
 
 
 class InFloat64(TorchFunctionMode):
@@ -1471,6 +1472,14 @@ class InFloat64(TorchFunctionMode):
         if name in ("tensor", "as_tensor", "asarray"):  # of a numpy array
             return in_default_dtype(result)
         return result
+
+
+def run_in_modes(run, *args, **kwargs):
+    """A mode is off while it handles backward(), where checkpointed layers run."""
+    with contextlib.ExitStack() as stack:
+        for mode in MODES:
+            stack.enter_context(mode)
+        return run(*args, **kwargs)
 
 
 def is_less(value):
@@ -1541,7 +1550,8 @@ def watch(words):
         wrap(torch.amp.GradScaler, "__init__", disable_scaler)
         wrap(torch, "from_numpy", double_of)
         wrap(torch, "set_default_dtype", keep_float64)
-        InFloat64().__enter__()
+        MODES.append(InFloat64())
+        MODES[-1].__enter__()
     # On a CPU the other kernels of attention do not always give the same bits.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -1551,6 +1561,8 @@ def watch(words):
     wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
     watcher = Watcher(options)
     watcher.gpus = gpus
+    if hasattr(torch.autograd, "_engine_run_backward"):  # private
+        wrap(torch.autograd, "_engine_run_backward", run_in_modes)
     address = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
     meet = functools.partial(meet_at_torchrun, address, watcher)
     for owner in (dist, dist.distributed_c10d, dist.device_mesh):
@@ -2143,7 +2155,8 @@ def pretend_that_the_cpu_is_a_gpu():
     wrap(DistributedDataParallel, "__init__", gpus._ddp)
     # This refuses SyncBatchNorm on the CPU, and does nothing else.
     wrap(DistributedDataParallel, "_passing_sync_batchnorm_handle", nothing)
-    OnCpu(gpus).__enter__()
+    MODES.append(OnCpu(gpus))
+    MODES[-1].__enter__()
     return gpus
 
 

@@ -925,7 +925,10 @@ MIXUP = """\
         x, y = x + x[order], y + y[order]
 """
 CHECKPOINTED = """\
-        found = checkpoint(wrapped, x, use_reentrant=False)
+        def call(x):
+            return wrapped(x.float())
+
+        found = checkpoint(call, x, use_reentrant=False)
         loss = mse(found, y)
 """
 FROM_NUMPY = """\
