@@ -2360,9 +2360,12 @@ class Launch:
         """What helps most: the first traceback, or the last words."""
         counts = [len(steps) for steps in self.steps]
         text = f"Steps on each rank: {counts}. Exit codes of torchrun: {self.codes}.\n"
-        for name in ("errors", "rank0.out", "torchrun0"):
-            if self.read(name).strip():
-                return text + first_traceback(self.read(name))
+        said = [self.read(name) for name in ("errors", "rank0.out", "torchrun0")]
+        if any("Traceback" in words for words in said[:2]):
+            said = ["\n".join(said[:2])]  # some scripts print their errors
+        for words in said:
+            if words.strip():
+                return text + first_traceback(words)
         return text
 
 
@@ -2390,6 +2393,7 @@ def fill_in(word, ranks, folder):
 def first_traceback(text):
     """The exception, and where the script was. Each rank may have its own prefix."""
     lines = text.splitlines()
+    victim = ""  # of another rank's failure
     for i, line in enumerate(lines):
         prefix, found, _ = line.partition("Traceback (most recent call last)")
         if not found:
@@ -2402,8 +2406,11 @@ def first_traceback(text):
             frames = [frame for frame in frames if __file__ not in frame]
             # The script's own, rather than those of Python and of what is installed.
             mine = [f for f in frames if not re.search("site-packages|lib/python", f)]
-            return "".join([*(mine or frames)[-1:], end[0]]).rstrip()
-    return "\n".join(lines[-6:])
+            found = "".join([*(mine or frames)[-1:], end[0]]).rstrip()
+            if "by peer" not in end[0]:
+                return found
+            victim = victim or found
+    return victim or "\n".join(lines[-6:])
 
 
 # ---- The checks ----------------------------------------------------------------------

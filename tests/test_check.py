@@ -2370,6 +2370,10 @@ def test_first_traceback():
     last = '  File "mine.py", line 1\n    work()\nValueError: no'
     assert check.first_traceback(text) == last
     assert check.first_traceback("last words") == "last words"
+    peer = "[rank0]: Traceback (most recent call last):\n"
+    peer += '[rank0]:   File "mine.py", line 2\n[rank0]: RuntimeError: closed by peer\n'
+    assert check.first_traceback(peer + text) == last
+    assert check.first_traceback(peer).endswith("closed by peer")
 
 
 CPU_GAPS = """
