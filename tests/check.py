@@ -2565,7 +2565,8 @@ class Check:
                 failed.hangs = False
                 self.line("note", "float32", error=failed.words()["error"])
         # Gloo, which takes the place of NCCL, refuses some calls.
-        refused = re.search("gloo|not implemented", run.words()["error"].lower())
+        error = run.words()["error"].lower()
+        refused = re.search("gloo|not implemented", error) and "by peer" not in error
         refused = refused and self.gpus and not run.ended_well
         if refused or "cannot be imitated" in run.read("errors"):
             self.line("note", "imitated", **run.words())

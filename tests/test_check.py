@@ -1830,6 +1830,11 @@ GPUS = [
         MACHINES,
     ),
     Case(
+        "rank 0 evaluates, and DDP broadcasts its buffers",
+        on_gpus((TAIL, "if rank == 0:\n    wrapped(x)\n"), model=change(MODEL, NORM)),
+        ["WRONG fails"],
+    ),
+    Case(
         "a batch for each machine",
         on_gpus(("32 // size", "32 // torch.cuda.device_count()")),
         [RIGHT, ("note machine batch", {"one": "32", "two": "64"})],
