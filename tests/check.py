@@ -95,6 +95,12 @@ ROWS = {
     "hang": Row(
         "", "it does not end within {timeout} s (--timeout)", "{hint}{why}", "H"
     ),
+    "slow": Row(
+        "",
+        "not judged: what is left. A launch takes longer than {timeout} s",
+        "It still computes. Use fewer steps (--steps 20), a smaller model or fewer "
+        "data, or raise --timeout.",
+    ),
     "fails": Row("", "it fails after {steps} steps: {error}", "{why}", "H"),
     "float32": Row(
         "",
@@ -2255,6 +2261,8 @@ class Launch:
                 self.deadline = min(self.deadline, time.monotonic() + 10)
             time.sleep(0.05)
         self.hangs = None in self.codes and not any(self.codes)
+        if self.hangs and self.computes():
+            raise TooSlow
         self.ended_well = not self.hangs and not any(self.codes)
         for _ in range(50):  # a process may need a moment to exit
             self.stayed = self.left()
@@ -2271,6 +2279,13 @@ class Launch:
         self.steps = [[r for r in of_rank if r["step"] >= 0] for of_rank in records]
         self.bits = [[r["bits"] for r in of_rank] for of_rank in self.steps]
         self.trained = self.ended_well and all(self.steps)
+
+    def computes(self):
+        """Whether it uses the CPU. Ranks that wait for each other do not."""
+        pids = self.left()
+        before = cpu_seconds(pids)
+        time.sleep(3)
+        return cpu_seconds(pids) - before > 0.3
 
     def kill(self):
         while pids := self.left():
@@ -2367,6 +2382,19 @@ class Launch:
             if words.strip():
                 return text + first_traceback(words)
         return text
+
+
+class TooSlow(Exception):
+    """The time of a launch is over, and it does not hang."""
+
+
+def cpu_seconds(pids):
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def become_torchrun(words, folder, said, environment):
@@ -3377,6 +3405,8 @@ def main():
             if "ranks" in check.parts:
                 check.any_number_of_ranks()
             check.disturbed()
+    except TooSlow:
+        check.line("note", "slow", timeout=options.timeout)
     except KeyboardInterrupt:
         sys.exit("interrupted: no process is left")
     finally:
