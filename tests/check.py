@@ -2217,7 +2217,9 @@ class Launch:
         Launch.alive.append(self)
         for machine, folder in enumerate(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder.parent.with_name(f"tmp{machine}")
+            # A short name: sockets in it may have no more than 107 characters.
+            short = check.base / f"t{len(check.temporary)}"
+            temporary = check.temporary.setdefault((folder, machine), short)
             temporary.mkdir(exist_ok=True)
             for path in check.options.link:
                 place = folder / path.name
@@ -2463,6 +2465,7 @@ class Check:
         self.wrong = []
         self.float64 = True
         self.gpus = False
+        self.temporary = {}  # a folder for each machine of each launch
         self.order = ""  # of the rows in the last replay
         self.alone = None  # one process, as it is
         self.replayed = None  # two ranks
