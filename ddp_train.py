@@ -182,7 +182,7 @@ def load_data(args):
 
 # ---- THE RUN -------------------------------------------------------------------------
 MAY_DIFFER = ["out", "workers"]  # settings that may differ between ranks
-MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # settings
+MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # in a resume
 
 
 def main(argv=None):
@@ -481,8 +481,8 @@ class ResumableSampler(DistributedSampler):
     The attributes rank and num_replicas (the world size) come from DistributedSampler.
     """
 
-    def __init__(self, dataset, seed, num_replicas=None, rank=None):
-        super().__init__(dataset, num_replicas, rank, seed=seed)
+    def __init__(self, dataset, seed):
+        super().__init__(dataset, seed=seed)
         self.start = 0
 
     def set_epoch(self, epoch, start=0):
@@ -560,9 +560,9 @@ def mean_over_ranks(results):
 
     All ranks call it, with the same names in each step. It waits for the GPU.
     """
-    rows = all_gather({(len(results), *sorted(row)) for row in results or [{}]})
-    if len(set().union(*rows)) > 1:  # the number of steps, and names
-        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {rows}")
+    seen = all_gather({(len(results), *sorted(row)) for row in results or [{}]})
+    if len(set().union(*seen)) > 1:  # (number of steps, names) must be the same
+        sys.exit(f"mean_over_ranks() needs the same names everywhere, not {seen}")
     names = sorted(results[0])
     rows = [[float(row[name]) for name in names] for row in results]
     means = torch.tensor(rows, dtype=torch.float64).mean(0) / dist.get_world_size()
@@ -657,7 +657,7 @@ def save_checkpoint(path, step, **content):
         return
     path = Path(path)
     beside = path.with_name(f"{path.name}.tmp")
-    handled = sys.exc_info()[1]  # by the caller
+    handled = sys.exc_info()[1]  # what the caller handles is not the cause
     try:
         with open(beside, "wb") as file:
             torch.save({"step": step, **content}, file)

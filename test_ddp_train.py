@@ -1266,8 +1266,11 @@ def test_ranks_that_differ_end_in_one_line_and_are_not_saved(tiny, out, what):
     assert not (out / "checkpoint.pt").exists()
 
 
+WHERE = ["ranks", "a later step", "an earlier step", "fewer steps", "no steps"]
+
+
 @processes
-@pytest.mark.parametrize("where", ["ranks", "a later step", "an earlier step"])
+@pytest.mark.parametrize("where", WHERE)
 def test_numbers_with_different_names_are_an_error_and_not_averaged(where):
     """Otherwise rank 0 would log the mean of its image loss and rank 1's text loss."""
     image, text = {"image": 1, "loss": 2.0}, {"text": 100, "loss": 2.0}
@@ -1277,6 +1280,8 @@ def test_numbers_with_different_names_are_an_error_and_not_averaged(where):
             results = {"ranks": [[image, text][dist.get_rank()]]}
             results |= {"a later step": [image, image | text]}
             results |= {"an earlier step": [image | text, image]}
+            results |= {"fewer steps": [image | text] * (1 + dist.get_rank())}
+            results |= {"no steps": [image | text] * dist.get_rank()}
             ddp_train.mean_over_ranks(results[where])
 
     for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):

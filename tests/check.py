@@ -619,13 +619,13 @@ class Watcher:
             iterator = iterate(loader)
         return Batches(self, key, loader, iterator)
 
-    def fetched(self, key, indices, batch, ended=False):
+    def fetched(self, key, indices, batch):
         """A DataLoader has yielded a batch, or has come to its end."""
-        grad = torch.is_grad_enabled()
-        rows = checksums_of_rows(tensors_in(batch)) if grad else []
+        rows = []
+        if torch.is_grad_enabled():
+            rows = checksums_of_rows(tensors_in(batch))
         self.uses = {}
-        entry = {"key": key, "grad": grad, "ended": ended, "ids": indices, "rows": rows}
-        entry["uses"] = self.uses
+        entry = {"key": key, "ids": indices, "rows": rows, "uses": self.uses}
         self.seen["fetched"].append(entry)
         self.states = random_states()
 
@@ -745,7 +745,7 @@ class Batches:
             with watcher.recorder.pause():
                 batch = next(self.iterator)
         except StopIteration:
-            watcher.fetched(self.key, [], None, ended=True)
+            watcher.fetched(self.key, [], None)
             raise
         batch = map_tensors(in_default_dtype, batch)
         indices = []
