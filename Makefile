@@ -94,7 +94,7 @@ bench: setup ## speed against the bare loop, on this machine
 recipe: setup ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
 	@$(VENV_PYTHON) recipes/recipe.py $(R) $(OUT)
 
-figures: .venv/.tests ## draw the pictures in docs/ from runs on the CPU: a minute
+figures: .venv/.tests ## draw docs/same_curve.svg from runs on the CPU: a minute
 	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and tests made; checkpoints stay

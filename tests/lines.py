@@ -81,7 +81,8 @@ EXCEPTIONS = {
     "[weight{.detach()": "memory: tolist() does not need it",
     "{float(row[name])": "torch.tensor() takes one-element tensors, too",
     ', {float(results[-1]["grad_norm"])': "a GPU: a tensor would come with its device",
-    "{strict=True": "both are always of the same length",
+    "options, {strict=True": "both are always of the same length",
+    "(norms), {strict=True": "both are always of the same length",
     "{weights_only=True -> nothing": "torch's default since 2.6",
     "{non_blocking=True": "speed, with a GPU",
     "os._exit({1 -> 2}) # the rank": "any code but 0",
@@ -114,9 +115,10 @@ MISTAKES = {
     'load_state_dict(saved["model"])': 'load_state_dict(saved["model"])',
     "zlib.crc32(data.numpy())": "zlib.crc32(data[:65536].numpy())",
     'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
-    "suppress(OSError)": "suppress(BrokenPipeError)",
+    "OSError):\n        os.write(d": "BrokenPipeError):\n        os.write(d",
+    "OSError):\n            os.write(2": "BrokenPipeError):\n            os.write(2",
     "            if not results:\n": "            if i == 0:\n",
-    "total.get(name, 0) + value": "max(0, total.get(name, 0) + value)",
+    "sum(row[name] for row": "sum(max(0, row[name]) for row",
     "accum - 1 and dist.get_world_size() > 1:": (
         "accum - 1 and isinstance(wrapped, DistributedDataParallel):"
     ),

@@ -2103,8 +2103,7 @@ def test_files_are_linked_and_each_rank_gets_its_own_local_rank(tmp_path):
 
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
 TINY += " --max_steps 20 --log_every 1 --save_every 5 --dropout 0.1 --out {out}"
-RECIPES = ["", "compressed_gradients", "fp16", "fsdp2", "keep_last"]
-RECIPES += ["where_the_time_goes"]
+RECIPES = ["", "fp16", "fsdp2", "keep_last", "where_the_time_goes"]
 
 
 @slow
@@ -2115,17 +2114,14 @@ def test_program_and_its_recipes(name, tmp_path, data):
         script = tmp_path / "mine.py"
         launch(sys.executable, ROOT / "recipes/recipe.py", name, script).end()
     words = [*TINY.split(), "--data", data]
-    words += ["--compress", "fp16"] * (name == "compressed_gradients")
     text = run_check(script, *words, options=COMPARE)
     lines = [line for line, _ in lines_of(text)]
     assert not [line for line in lines if line.startswith(("WRONG", "LOSES"))]
-    # Gradients that are rounded on their way are not those of one process.
-    compressed = "note not replayed" if name == "compressed_gradients" else RIGHT[0]
-    assert compressed in lines and "ok rest" in lines and "ok machines" in lines
+    assert RIGHT[0] in lines and "ok rest" in lines and "ok machines" in lines
 
 
 @slow
-@pytest.mark.parametrize("name", ["idea", "ported", "noise", "resumed", "no_data"])
+@pytest.mark.parametrize("name", ["idea", "ported", "resumed", "no_data"])
 def test_example(name):
     """Those that save no checkpoint lose all steps."""
     text = run_check(ROOT / f"examples/{name}.py")

@@ -17,7 +17,6 @@ import sys
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import harness
@@ -167,7 +166,6 @@ def overflow(first, last):
 
 # ---- The runs ------------------------------------------------------------------------
 OPTIONS = {
-    "compressed_gradients": ["--compress", "powersgd"],
     "fp16": ["--precision", "fp16"],
     "hugging_face": ["--vocab", 1000],
 }
@@ -188,41 +186,6 @@ def test_pair_runs_or_is_listed(pair, use, tiny, data):
     train(2, *options, "--max_steps", 70, code=code, patch=patch)
     if code == 0:
         assert "from step 70 to 72" in train(2, *options, "--max_steps", 72)[0]
-
-
-@runs
-@pytest.mark.parametrize("how", ["fp16", "powersgd"])
-def test_compressed_gradients(use, larger, tmp_path, how):
-    """Half the bytes, or after 20 steps at most a third. The loss stays the same."""
-    a, b, c = map(tmp_path.joinpath, "abc")
-    options = [*larger, "--dim", 128, "--layers", 2, "--out"]  # DDP has two buckets
-    train(2, *options, c)
-    options[-1:] = ["--compress", how, "--out"]
-    use("compressed_gradients")
-
-    def count_bytes():
-        sent = []
-        all_reduce = dist.all_reduce
-
-        def counting(tensor, *others, **more):
-            if tensor.numel() > 9:  # smaller: the loss, the stop signal
-                sent.append(tensor.nbytes)
-            return all_reduce(tensor, *others, **more)
-
-        dist.all_reduce = counting
-        harness.main(*options, a)
-        return sum(sent)
-
-    sent = in_ranks(2, count_bytes)[0]
-    whole = 4 * sum(weight.numel() for weight in load(a)["model"].values())
-    if how == "powersgd":
-        assert 0 < sent - 20 * whole < (STEPS - 20) * whole / 3
-    else:
-        assert sent == STEPS * whole / 2
-        train(2, *options, b, code=143, fault="train_step 5 SIGTERM 0")
-        train(2, *options, b)
-        assert_same_run(a, b)
-    assert metrics(a, "val_loss") == pytest.approx(metrics(c, "val_loss"), rel=0.02)
 
 
 @runs
