@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 
 import numpy
@@ -300,33 +299,6 @@ def test_fp16(use, tiny, tmp_path):
     options += [tmp_path / "d", "--epochs", 9]
     said = train(2, *options, code=1, patch=functools.partial(overflow, 1, 99))
     assert "not finite" in said[0] and "step 35 " in said[0]
-
-
-@runs
-def test_spawn(use, tiny, out):
-    """A signal to the first process stops both ranks, saved. A failure gives 1."""
-    command = [sys.executable, use("no_launcher").__file__, *tiny, "--spawn", 2]
-    process = launch(*command, "--max_steps", 100_000)
-    process.wait_for("ranks: 2(.*\n)*step 2 ")
-    process.send(signal.SIGTERM)
-    assert "stopped by signal 15, saved" in process.end(143)
-    assert load(out)["step"] >= 2
-    assert "--dim 15 is not divisible" in launch(*command, "--dim", 15).end(1)
-
-
-@runs
-@pytest.mark.parametrize("method", ["tcp", "file"])
-def test_init_method(use, tiny, tmp_path, method):
-    """RANK, WORLD_SIZE and a URL are enough."""
-    url = f"file://{tmp_path}/meet"
-    if method == "tcp":
-        url = f"tcp://127.0.0.1:{harness.free_port()}"
-    command = [sys.executable, use("no_launcher").__file__, *tiny, "--max_steps", 2]
-    env = {"INIT_METHOD": url, "WORLD_SIZE": "2"}
-    ranks = [launch(*command, env={**env, "RANK": rank}) for rank in "01"]
-    said = ranks[0].end()
-    assert f"waits for all ranks at {url}" in said and "done: step 2" in said
-    assert ranks[1].end() == ""
 
 
 @runs
