@@ -27,8 +27,8 @@ optimizer takes the same step, and the copies of the model stay equal. The idea:
         compute_loss(wrapped, batch).backward()   # averages the gradients
         optimizer.step()                          # the same step on all ranks
 
-examples/idea.py does just this, in 40 lines that run: read it first. In this file the
-mark "DDP:" shows where the ranks join, share, average, add up and leave. Four paths:
+examples/idea.py does just this, in 40 lines that run: read it first. The mark "DDP:"
+is where training is data-parallel: join, share, average, add up, leave. Four paths:
   the ranks     main, distributed, init_distributed; at the end barrier, leave
   a batch       load_data, ResumableSampler, DataLoader, train_step, mean_over_ranks
   a checkpoint  save_checkpoint; on the next launch load_checkpoint, resume, set_epoch
@@ -181,15 +181,15 @@ def load_data(args):
 
 
 # ---- THE RUN -------------------------------------------------------------------------
-MAY_DIFFER = ["out", "workers"]  # settings that may differ between ranks
-MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # in a resume
+MAY_DIFFER = ["out", "workers"]  # between ranks; all other options must be the same
+MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # or a resume exits
 
 
 def main(argv=None):
     args = parse_args(argv)
     with distributed(args.device, args.timeout) as device:
         stopped_by = train(args, device)
-    # Under torchrun exit with 0, or its --max_restarts would restart a stopped rank.
+    # To torchrun any code but 0 is a failure: --max_restarts would start it again.
     if stopped_by and not dist.is_torchelastic_launched():
         sys.exit(128 + stopped_by)
 
@@ -210,7 +210,7 @@ def train(args, device):
     n = len(train_set)
     global_batch = args.batch_size * args.accum * world_size  # samples per step
     used = n - n % global_batch  # samples per epoch: of 1001, in steps of 32, 992
-    # {name: string} of what must match on all ranks, and is compared on resume
+    # {name: string} to compare between ranks, and in resume() with the checkpoint
     settings = {name: str(value) for name, value in vars(args).items()}
     for name in MAY_DIFFER:
         del settings[name]
@@ -228,14 +228,14 @@ def train(args, device):
     lock(folder)
     # done: samples of this epoch trained on so far, by all ranks together
     step, epoch, done, evaluation_due = resume(path, model, optimizer, settings)
-    # Not `used - done`: if the global batch is smaller now, more samples can be used.
+    # Not `used - done`: done may be no multiple of this launch's global batch.
     samples_left = n - done + (args.epochs - epoch - 1) * used
     last_step = args.max_steps or step + samples_left // global_batch
 
     wrapped = model  # call it to train; its weights are those of model, not a copy
     if world_size > 1:
         # DDP: copy rank 0's weights to all ranks, then average the gradients in each
-        # backward(). gradient_as_bucket_view needs less memory if --accum is 1.
+        # backward(). gradient_as_bucket_view keeps no copy of them if --accum is 1.
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)
@@ -277,15 +277,14 @@ def train(args, device):
             progress = (epoch * used + done + global_batch / 2) / (args.epochs * used)
             if args.max_steps:
                 progress = (step + 0.5) / args.max_steps
-            set_learning_rate(optimizer, progress, args.warmup)
+            set_learning_rate(optimizer, progress, args.warmup)  # or your own schedule
             result = train_step(wrapped, batches, optimizer, autocast, args, device)
             results.append(result)
             step += 1
             done += global_batch
 
             stopped_by = stop.requested()  # the same answer on all ranks
-            # Save before a stop or an evaluation. Log before each save, because that
-            # finds NaN and ranks that have diverged.
+            # Before each save, look for NaN and for ranks that have diverged.
             evaluation_due = i == steps - 1 or step % eval_every == 0
             saving = stopped_by or evaluation_due or step % args.save_every == 0
             if saving or step % args.log_every == 0:
@@ -302,7 +301,7 @@ def train(args, device):
                 log(folder, step, means)
                 results = []
             if saving:
-                # Step a scheduler of your own before this, and add its state here.
+                # To use a torch scheduler, add its state here, and load it in resume().
                 state = {"epoch": epoch, "done": done, "settings": settings}
                 state |= {"evaluation_due": evaluation_due, "model": model.state_dict()}
                 state["optimizer"] = optimizer.state_dict()
@@ -333,7 +332,8 @@ def resume(path, model, optimizer, settings):
             if value != before:
                 say(f"{name} is {value}, it was {before}")
         model.load_state_dict(saved["model"])
-        # This also restores old options, such as weight decay. Put this launch's back.
+        # optimizer.load_state_dict() restores old options, too: put this launch's back.
+        # If a torch scheduler sets "lr", leave these lines out: it needs the old one.
         options = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
         for group, now in zip(optimizer.param_groups, options, strict=True):
@@ -358,8 +358,8 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
         with context:
             with autocast:
                 loss = compute_loss(wrapped, batch)
-            # DDP: averages the gradients over the ranks. All ranks have the same number
-            # of samples, so this is the mean over all samples of the step.
+            # DDP: the step's last backward() averages the gradients over the ranks. All
+            # have as many samples, so this is the mean over all samples of the step.
             (loss / args.accum).backward()
         loss_sum += loss.detach().float()
     # The gradients are averaged, so all ranks have the same norm and clip the same way.
@@ -371,7 +371,7 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
 
 def set_learning_rate(optimizer, progress, warmup):
     """Linear warm-up to the peak, then cosine decay to 0. progress: from 0 to 1."""
-    progress = min(progress, 1.0)  # it overshoots if the last steps become larger
+    progress = min(progress, 1.0)  # a resume with another global batch may overshoot
     if progress < warmup:
         factor = progress / warmup
     else:
@@ -392,9 +392,9 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 def distributed(device="auto", timeout=600):
     """Wrap all distributed code in `with distributed() as device:`.
 
-    If one of several ranks fails, it says why and exits with 1. Its `finally` blocks
-    have 30 s. For expected errors, call sys.exit("one line"). sys.exit(0) is no failure
-    if all ranks call it. At the end they wait for each other, for `timeout` seconds.
+    If one of several ranks fails, it says why and exits with 1. `finally` blocks around
+    the `with` have 30 s. For expected errors, call sys.exit("one line"). sys.exit(0) is
+    no failure if all ranks call it. At the end they wait for the last, up to `timeout`.
     """
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     device = init_distributed(device, timeout)
@@ -415,12 +415,12 @@ def init_distributed(device="auto", timeout=600):
     """Join the process group and return this rank's device. All ranks call it.
 
     torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
-    RANK the group is this process alone. timeout: seconds that a collective may take.
+    RANK this process alone is the group. timeout: seconds that a collective may take.
     """
     device = choose_device(device)
     if "RANK" in os.environ:
-        # The device of a tensor decides: NCCL connects GPUs, gloo connects CPUs. So
-        # requested() and all_gather() use CPU tensors, and never wait for a busy GPU.
+        # Two backends: NCCL sends tensors that are on GPUs, gloo those on CPUs. Both
+        # requested() and all_gather() send from the CPU, and never wait for a busy GPU.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -478,7 +478,7 @@ class ResumableSampler(DistributedSampler):
     The order depends only on the seed and the epoch. Samples are dealt out in turn,
     like cards: rank r of W gets positions r, r + W, r + 2W, .... So the samples done so
     far are always the first ones of the order. Call set_epoch() before each epoch.
-    The attributes rank and num_replicas (the world size) come from DistributedSampler.
+    From DistributedSampler: rank, num_replicas (the world size), seed, epoch, dataset.
     """
 
     def __init__(self, dataset, seed):
@@ -519,9 +519,9 @@ def seed_all(*values):
 
     train() uses three seeds:
       "start"  is the same on all ranks, so that initial weights and random splits match
-      "load"   differs between ranks: workers are seeded from it once, at their start
+      "load"   differs between ranks: it seeds workers, when iter(loader) starts them
       "step"   differs between ranks and steps: each rank draws its own dropout, and a
-               resumed run draws the same as an uninterrupted one
+               run resumed on as many ranks draws the same as an uninterrupted one
     """
     seed = zlib.crc32(repr(values).encode())
     random.seed(seed)
@@ -560,8 +560,9 @@ def mean_over_ranks(results):
 
     All ranks call it, with the same names in each step. It waits for the GPU.
     """
+    # {(number of steps, names)} of each rank: together they must be one.
     seen = all_gather({(len(results), *sorted(row)) for row in results or [{}]})
-    if len(set().union(*seen)) > 1:  # (number of steps, names) must be the same
+    if len(set().union(*seen)) > 1:
         sys.exit(f"mean_over_ranks() needs the same names everywhere, not {seen}")
     names = sorted(results[0])
     rows = [[float(row[name]) for name in names] for row in results]
@@ -574,9 +575,8 @@ def mean_over_ranks(results):
 def check_together(results, model):
     """Exit on all ranks if their models have diverged. All ranks call it.
 
-    DDP keeps them equal, unless a step calls the model without DDP, or a rank has its
-    own learning rate, or changes its weights on its own. This compares the norm of each
-    weight, and of the last gradient, results[-1]["grad_norm"].
+    DDP keeps them equal, unless a step bypasses it, or a rank changes its own weights.
+    Compared are each weight's norm, and that of the gradient, results[-1]["grad_norm"].
     """
     names = [*dict(model.named_parameters()), "the gradient"]
     norms = [weight.detach().float().norm() for weight in model.parameters()]
@@ -692,7 +692,7 @@ def load_checkpoint(path):
             sys.exit(f"{path} cannot be loaded: {error!r:.200}")
     steps = all_gather(step)
     if min(steps) < max(steps):
-        # There is no shared disk. A rank that has the newest file sends it to the rest.
+        # Each has its own disk. A rank that has the newest file sends it to the rest.
         box = [content]
         dist.broadcast_object_list(box, src=steps.index(max(steps)))
         content = box[0]
