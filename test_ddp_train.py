@@ -1011,7 +1011,9 @@ def test_signal_to_all_processes_and_another_in_the_save(tiny, data, out):
 
 
 @processes
-@pytest.mark.parametrize("name, code, step", [("SIGINT", 130, 3), ("SIGHUP", 0, 5)])
+@pytest.mark.parametrize(
+    "name, code, step", [("SIGINT", 130, 3), ("SIGTERM", 143, 3), ("SIGHUP", 0, 5)]
+)
 def test_run_saves_though_nobody_reads_its_output(tiny, out, name, code, step):
     """As after Ctrl-C at `2>&1 | tee log`, and in a terminal that is closed. nohup
     ignores SIGHUP, and that stays so."""
