@@ -170,7 +170,7 @@ def load_data(args):
     except OSError as error:
         sys.exit(f"no data: {error}: pass a file with --data")
     # The target of a sample is the same window, shifted by one byte.
-    n = max(0, len(data) - 1) // args.seq_len
+    n = (len(data) - 1) // args.seq_len
     held_out = max(1, n // 20)
     inputs = data[: n * args.seq_len].view(n, args.seq_len)
     targets = data[1 : n * args.seq_len + 1].view(n, args.seq_len)

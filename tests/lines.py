@@ -69,7 +69,6 @@ EXCEPTIONS = {
     "time.sleep({0.1": "longer is safer, and slower",
     "{os.fsync(": "a power loss",
     "{file.flush()": "a power loss",
-    "max({0 -> 1}, len(data) - 1)": "a file of one byte has no sample either",
     "dump_traceback_later({30": "longer only waits longer",
     "signal.alarm({35": "longer only waits longer",
     "({1e-300": "a number so small has no use",
