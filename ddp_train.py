@@ -88,8 +88,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 # ---- MODEL: replace it ---------------------------------------------------------------
-# {option: (default, help)}. A default is a number or a string; use 0 or 1 for a switch.
-# You cannot change these when you resume. RANGES lists those that may be 0.
+# {option: (default, help)}. The default sets the type: 0.0 for a float, 0 or 1 for a
+# switch, never "". A resume cannot change them. List in RANGES which may be 0 or less.
 MODEL_OPTIONS = {
     "layers": (2, "number of transformer blocks"),
     "heads": (4, "attention heads"),
@@ -182,7 +182,7 @@ def load_data(args):
 
 # ---- THE RUN -------------------------------------------------------------------------
 MAY_DIFFER = ["out", "workers"]  # between ranks; all other options must be the same
-MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # or a resume exits
+MUST_NOT_CHANGE = ["seed", "data", "optimizer", *MODEL_OPTIONS]  # between launches
 
 
 def main(argv=None):
@@ -228,7 +228,7 @@ def train(args, device):
     lock(folder)
     # done: samples of this epoch trained on so far, by all ranks together
     step, epoch, done, evaluation_due = resume(path, model, optimizer, settings)
-    # Not `used - done`: done may be no multiple of this launch's global batch.
+    # n, not used: this epoch may have begun with another global batch.
     samples_left = n - done + (args.epochs - epoch - 1) * used
     last_step = args.max_steps or step + samples_left // global_batch
 
@@ -253,7 +253,7 @@ def train(args, device):
     say(f"global batch: {global_batch} samples; an epoch: {n}, {n - used} left over")
     say(f"from step {step} to {last_step}")
     stop = StopSignal()
-    if evaluation_due or step >= last_step:  # the last launch may not have evaluated
+    if evaluation_due or step >= last_step:  # saved before evaluating: repeat it
         with autocast:
             log(folder, step, evaluate(model, score, val_loader, device))
     if step >= last_step:
@@ -284,11 +284,11 @@ def train(args, device):
             done += global_batch
 
             stopped_by = stop.requested()  # the same answer on all ranks
-            # Before each save, look for NaN and for ranks that have diverged.
             evaluation_due = i == steps - 1 or step % eval_every == 0
             saving = stopped_by or evaluation_due or step % args.save_every == 0
             if saving or step % args.log_every == 0:
                 means = mean_over_ranks(results)
+                # Before a save, look for NaN and for ranks that have diverged.
                 if not all(math.isfinite(mean) for mean in means.values()):
                     sys.exit(f"not finite, not saved: {means}: try a lower --lr?")
                 check_together(results, model)
@@ -301,7 +301,7 @@ def train(args, device):
                 log(folder, step, means)
                 results = []
             if saving:
-                # To use a torch scheduler, add its state here, and load it in resume().
+                # A torch scheduler: pass it to resume(), to load what you add here.
                 state = {"epoch": epoch, "done": done, "settings": settings}
                 state |= {"evaluation_due": evaluation_due, "model": model.state_dict()}
                 state["optimizer"] = optimizer.state_dict()
@@ -312,7 +312,7 @@ def train(args, device):
             if evaluation_due:
                 with autocast:
                     log(folder, step, evaluate(model, score, val_loader, device))
-        epoch, done = epoch + 1, 0
+        epoch, done = epoch + 1, 0  # a resume at the end of an epoch comes here, too
     say(f"done: step {step}, saved in {path}")
 
 
@@ -332,8 +332,8 @@ def resume(path, model, optimizer, settings):
             if value != before:
                 say(f"{name} is {value}, it was {before}")
         model.load_state_dict(saved["model"])
-        # optimizer.load_state_dict() restores old options, too: put this launch's back.
-        # If a torch scheduler sets "lr", leave these lines out: it needs the old one.
+        # The optimizer restores its old options, too. The lines around it put this
+        # launch's back. A torch scheduler needs the old ones: delete those three lines.
         options = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
         for group, now in zip(optimizer.param_groups, options, strict=True):
@@ -393,8 +393,8 @@ def distributed(device="auto", timeout=600):
     """Wrap all distributed code in `with distributed() as device:`.
 
     If one of several ranks fails, it says why and exits with 1. `finally` blocks around
-    the `with` have 30 s. For expected errors, call sys.exit("one line"). sys.exit(0) is
-    no failure if all ranks call it. At the end they wait for the last, up to `timeout`.
+    the `with` have 30 s. For expected errors, call sys.exit("one line"). At the end
+    they wait for the last rank, up to `timeout`, unless all of them call sys.exit(0).
     """
     handlers = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     device = init_distributed(device, timeout)
@@ -419,8 +419,8 @@ def init_distributed(device="auto", timeout=600):
     """
     device = choose_device(device)
     if "RANK" in os.environ:
-        # Two backends: NCCL sends tensors that are on GPUs, gloo those on CPUs. Both
-        # requested() and all_gather() send from the CPU, and never wait for a busy GPU.
+        # Tensors on GPUs are sent by NCCL, those on CPUs by gloo. requested() and
+        # all_gather() send CPU tensors, so these two never wait for a busy GPU.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -519,7 +519,7 @@ def seed_all(*values):
 
     train() uses three seeds:
       "start"  is the same on all ranks, so that initial weights and random splits match
-      "load"   differs between ranks: it seeds workers, when iter(loader) starts them
+      "load"   differs between ranks: it seeds workers when they start, once per launch
       "step"   differs between ranks and steps: each rank draws its own dropout, and a
                run resumed on as many ranks draws the same as an uninterrupted one
     """
@@ -560,7 +560,7 @@ def mean_over_ranks(results):
 
     All ranks call it, with the same names in each step. It waits for the GPU.
     """
-    # {(number of steps, names)} of each rank: together they must be one.
+    # Each rank's {(number of steps, names)}: over all ranks and steps, only one pair.
     seen = all_gather({(len(results), *sorted(row)) for row in results or [{}]})
     if len(set().union(*seen)) > 1:
         sys.exit(f"mean_over_ranks() needs the same names everywhere, not {seen}")
@@ -657,7 +657,7 @@ def save_checkpoint(path, step, **content):
         return
     path = Path(path)
     beside = path.with_name(f"{path.name}.tmp")
-    handled = sys.exc_info()[1]  # what the caller handles is not the cause
+    handled = sys.exc_info()[1]  # the caller's own error, if it saves in an "except"
     try:
         with open(beside, "wb") as file:
             torch.save({"step": step, **content}, file)
