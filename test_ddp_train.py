@@ -625,6 +625,7 @@ def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tin
     assert "\nlr is 0.1, it was 0.002\nwarmup is 0.0, it was 0.05\n" in said
     assert "epochs is 3, it was 1\n" in said
     assert "\nmax_steps is 16, it was None\n" in said
+    assert said.count("it was") == 4
     rate = 0.1 * (1 + math.cos(math.pi * 15.5 / 16)) / 2
     assert metrics(out, "lr")[16] == pytest.approx(rate)
     assert flat(load(out)["model"].values()).norm() < 0.9 * weights.norm()
@@ -927,7 +928,7 @@ def test_stop_takes_effect_after_the_step_though_nothing_else_is_due(tiny, out):
     options = [*tiny, "--log_every", 100]
     train(2, *options, fault="train_step 3 SIGTERM 1", code=143)
     assert load(out)["step"] == 3
-    train(2, *options, "--max_steps", 2)
+    train(2, *options, "--max_steps", 3)
     assert list(metrics(out, "val_loss")) == [3]
 
 
