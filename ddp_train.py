@@ -753,7 +753,7 @@ class StopSignal:
 
 # ---- OPTIONS -------------------------------------------------------------------------
 # low <= x < high. All other numbers must be above 0, unless that is their default.
-RANGES = {"dropout": (0, 2), "warmup": (0, 1), "workers": (0, 1000), "seed": (0, 2**63)}
+RANGES = {"dropout": (0, 1), "warmup": (0, 1), "workers": (0, 1000), "seed": (0, 2**63)}
 
 
 def parse_args(argv=None):

@@ -94,7 +94,7 @@ ABOVE_ZERO += "timeout log_every eval_every save_every"
 MISTAKES = [f"--{name} 0" for name in ABOVE_ZERO.split()]
 MISTAKES += ["--no_such 1", "--heads -1", "--epochs 1.5", "--seed x", "--device gpu"]
 MISTAKES += ["--precision fp16", "--lr nan", "--grad_clip inf", "--dropout -0.1"]
-MISTAKES += ["--warmup 1", "--warmup -0.1", "--data=", "--out="]
+MISTAKES += ["--dropout 1", "--warmup 1", "--warmup -0.1", "--data=", "--out="]
 MISTAKES += ["--workers -1", "--workers 1000", "--seed -1", f"--seed {2**63}"]
 
 
@@ -197,13 +197,13 @@ def test_options_of_the_model_change_the_model():
         assert sum(weight.numel() for weight in model.parameters()) == size
     x = torch.randint(256, (1, 32))
     logits = {}
-    for words in ("--heads 2", "--heads 4", "--dropout 0", "--dropout 1"):
+    for words in ("--heads 2", "--heads 4", "--dropout 0", "--dropout 0.9"):
         torch.manual_seed(0)
         model = ddp_train.build_model(parse(*TINY, *words.split()))
         logits[words] = model(x)
     assert torch.equal(logits["--heads 2"], logits["--dropout 0"])
     assert not torch.equal(logits["--heads 2"], logits["--heads 4"])
-    assert not torch.equal(logits["--heads 2"], logits["--dropout 1"])
+    assert not torch.equal(logits["--heads 2"], logits["--dropout 0.9"])
 
 
 def test_learning_rate_stays_zero_at_the_end_and_is_the_peak_without_warmup():

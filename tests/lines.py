@@ -69,6 +69,8 @@ EXCEPTIONS = {
     "time.sleep({0.1": "longer is safer, and slower",
     "{os.fsync(": "a power loss",
     "{file.flush()": "a power loss",
+    '"workers": ({0': "0 is the default",
+    '"seed": ({0': "0 is the default",
     "dump_traceback_later({30": "longer only waits longer",
     "signal.alarm({35": "longer only waits longer",
     "({1e-300": "a number so small has no use",
