@@ -13,6 +13,7 @@ import errno
 import fcntl
 import functools
 import importlib
+import io
 import itertools
 import math
 import multiprocessing
@@ -1325,6 +1326,7 @@ def hanging_clean_up(folder, in_python):
 
     faulthandler.dump_traceback_later = sooner
     signal.alarm = lambda seconds: alarm(seconds // 5)
+    sys.stderr = io.StringIO()  # a logger may take its place
     try:
         with ddp_train.distributed("cpu"):
             raise RuntimeError("boom")
