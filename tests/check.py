@@ -1504,6 +1504,13 @@ def double_of(make, array, *args, **kwargs):
     return in_default_dtype(make(array, *args, **kwargs))
 
 
+def rebuild(make, *args):
+    """What torch.load() does. It makes an empty tensor with the dtype of the file."""
+    with torch._C.DisableTorchFunction():
+        tensor = make(*args)
+    return in_default_dtype(tensor)
+
+
 def keep_float64(set_dtype, dtype):
     """Transformers sets the dtype of a checkpoint while it makes a model."""
     set_dtype(torch.float64 if is_less(dtype) else dtype)
@@ -1524,7 +1531,8 @@ def meet_at_torchrun(torchruns, watcher, join, *args, **options):
     method = call.arguments.get("init_method") or "env://"
     address = {name: os.environ.get(name) for name in torchruns}
     its_own = ":".join(map(str, address.values())) if address != torchruns else ""
-    if not method.startswith("env:"):
+    place = ":".join(map(str, torchruns.values()))
+    if not method.startswith(("env:", f"tcp://{place}")):
         its_own = method
     if its_own and call.arguments.get("store") is None:
         watcher.once["address"] = its_own
@@ -1555,6 +1563,7 @@ def watch(words):
         wrap(torch.autocast, "__init__", disable_autocast)
         wrap(torch.amp.GradScaler, "__init__", disable_scaler)
         wrap(torch, "from_numpy", double_of)
+        wrap(torch._utils, "_rebuild_tensor", rebuild)
         wrap(torch, "set_default_dtype", keep_float64)
         MODES.append(InFloat64())
         MODES[-1].__enter__()

@@ -628,6 +628,15 @@ def plain(*pairs):
     return change(HEAD + GROUP + DATA + MODEL + WRAP + EPOCHS + TAIL, *pairs)
 
 
+def meets_at(url):
+    """The script with init_method=url, in which names of the environment may stand."""
+    options = f'init_method="{url}".format(**os.environ), '
+    options += "rank=int(os.environ['RANK']), "
+    options += "world_size=int(os.environ['WORLD_SIZE'])"
+    old = 'init_process_group("gloo")'
+    return plain((old, f'init_process_group("gloo", {options})'))
+
+
 def in_place_of(*parts):
     """The script with other parts at its end, such as another loop."""
     return HEAD + GROUP + "".join(parts) + TAIL
@@ -934,6 +943,14 @@ CHECKPOINTED = """\
 FROM_NUMPY = """\
 x = numpy.random.default_rng(0).normal(size=(320, 8)).astype(numpy.float32)
 x = torch.from_numpy(x)
+"""
+FROM_FILE = """\
+make = "torch.linspace(0, 9, 2560).view(320, 8)"
+save = f"import torch; torch.save({make}, 'x.pt')"
+if rank == 0:
+    subprocess.run([sys.executable, "-c", save])
+dist.barrier()
+x = torch.load("x.pt")
 """
 # Each rank evaluates the same samples. They are not those that it trains on.
 EVALUATION = """\
@@ -1282,6 +1299,11 @@ SMALL = [
     Case(
         "numpy's float32",
         plain(("x = torch.randn(320, 8)\n", FROM_NUMPY)),
+        [RIGHT],
+    ),
+    Case(
+        "a float32 file",
+        plain(("x = torch.randn(320, 8)\n", FROM_FILE)),
         [RIGHT],
     ),
     Case(
@@ -1676,15 +1698,14 @@ RESUMES = [
         MACHINES,
     ),
     Case(
+        "torchrun's address as a URL",
+        meets_at("tcp://{MASTER_ADDR}:{MASTER_PORT}"),
+        [RIGHT, "ok machines"],
+        MACHINES,
+    ),
+    Case(
         "an address of its own",
-        plain(
-            (
-                'init_process_group("gloo")',
-                f'init_process_group("gloo", init_method="{OWN}", '
-                "rank=int(os.environ['RANK']), "
-                "world_size=int(os.environ['WORLD_SIZE']))",
-            )
-        ),
+        meets_at(OWN),
         [
             ("note address", {"address": OWN}),
             RIGHT,
