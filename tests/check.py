@@ -2439,7 +2439,7 @@ def first_traceback(text):
             continue
         own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
-        end = re.search(r"^\w.*\n", own, re.MULTILINE)
+        end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
         if end:
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
             frames = [frame for frame in frames if __file__ not in frame]
@@ -3110,6 +3110,9 @@ class Check:
         if asks and not ordinal and (not run.trained or run.bits != self.two.bits):
             run = Launch(self, "machines-cpu", machines=2)
             self.title("Two machines, without pretended GPUs", run)
+        if run.options["gpus"] and run.ended_well and not run.steps[0]:
+            run = Launch(self, "machines-gpus", machines=2, gpus=True, count=2)
+            self.title("The same with two GPUs on each", run)
         error = run.words()["error"]
         shared = run.log / "shared"
         if not run.trained and run.words()["hint"] == FILE_HINT:

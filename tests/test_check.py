@@ -1776,6 +1776,7 @@ torch.cuda.set_device(local)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 """
+TWO_GPUS = "if torch.cuda.device_count() < 2:\n    sys.exit()\n"
 SYNC = "model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()\n"
 GPU_WRAP = WRAP.replace("(model)", "(model.cuda(), device_ids=[local])")
 GPU_LOSS = "        x, y = x.cuda(non_blocking=True), y.to(f'cuda:{local}')\n"
@@ -1842,6 +1843,15 @@ GPUS = [
         "device_ids=[rank]",
         on_gpus(("device_ids=[local]", "device_ids=[rank]")),
         BY_RANK,
+        MACHINES,
+    ),
+    Case(
+        "the local rank's share, where a machine must have two GPUs",
+        on_gpus(
+            ("torch.cuda.set", TWO_GPUS + "torch.cuda.set"),
+            ("(dataset, seed=0)", "(dataset, size, local, seed=0)"),
+        ),
+        [RIGHT, "WRONG machines"],
         MACHINES,
     ),
     Case(
@@ -2397,6 +2407,10 @@ def test_first_traceback():
     peer += '[rank0]:   File "mine.py", line 2\n[rank0]: RuntimeError: closed by peer\n'
     assert check.first_traceback(peer + text) == last
     assert check.first_traceback(peer).endswith("closed by peer")
+    # Two ranks that write at the same time
+    both = "Traceback (most recent call last):\n" * 2
+    both += '  File "mine.py", line 3\n    assert x\nAssertionError\n'
+    assert check.first_traceback(both).endswith("assert x\nAssertionError")
 
 
 CPU_GAPS = """
