@@ -727,6 +727,8 @@ class Batches:
             watcher.note_others()
             with watcher.recorder.pause():
                 self.data = fingerprint(loader)
+            if watcher.step == 0 and not watcher.seen["fetched"]:
+                watcher.seen["others"].clear()  # the set-up has drawn them
             watcher.states = random_states()
 
     def __iter__(self):
@@ -971,10 +973,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(first, (list, tuple)):
             # Samples, as in detection, or columns: one entry for all samples each.
             counts = self.rows or [0]
-            columns = bool(first) and all(has_rows(e, counts[0]) for e in first)
+            known = [entry for entry in first if rows_in(entry) is not None]
+            columns = bool(known) and all(has_rows(e, counts[0]) for e in known)
             stacked = top or self.stacked
             samples = all(len(part) == n for part, n in zip(parts, counts))
-            plain = first and rows_in(first[0]) is None
+            plain = first and not known
             if plain or (samples and counts[0] and not (columns and stacked)):
                 return type(first)(self.in_order([list(part) for part in parts]))
             return type(first)(map(self.merge, zip(*parts)))

@@ -1265,6 +1265,14 @@ SMALL = [
         [RIGHT, ("note buffers differ", {"names": "['0.center']"})],
     ),
     Case(
+        "Python draws before the first step, and the loss is a sum over ranks",
+        plain(
+            ("torch.manual_seed(rank)\n", "import random\n\nrandom.random()\n"),
+            ("loss = mse", "loss = size * mse"),
+        ),
+        [("WRONG gradient", {"first": "0", "scale": "It is 2 times as large."})],
+    ),
+    Case(
         "numpy draws in the step",
         before_loss(
             "        x = x + numpy.random.default_rng().normal(size=8)\n".replace(
@@ -2266,11 +2274,14 @@ def test_batches_are_merged(recorder):
     assert recorder.merge([("a", "b"), ("c", "d")]) == ("a", "b", "c", "d")
     time_first = recorder.merge([torch.zeros(5, 2), torch.ones(5, 2)])
     assert time_first.shape == (5, 4) and said(recorder) == ""
+    objects = recorder.merge([(object(), [a, a]), (object(), [b, b])], top=True)
+    assert len(objects) == 2 and len(objects[1]) == 4
+    assert said(recorder) == "problem\tbatches with a object, which cannot be joined\n"
     recorder.order = "row by row"
     assert recorder.merge([a, b]).tolist() == [1, 3, 2, 4]
     assert recorder.merge([("a", "b"), ("c", "d")]) == ("a", "c", "b", "d")
     recorder.merge([torch.tensor(1), torch.tensor(2)])
-    assert said(recorder).startswith("problem\ta batch has a number that differs")
+    assert "problem\ta batch has a number that differs" in said(recorder)
 
 
 def test_rows_are_padded_to_the_longest(recorder):
