@@ -1265,6 +1265,12 @@ SMALL = [
         [RIGHT, ("note buffers differ", {"names": "['0.center']"})],
     ),
     Case(
+        "a batch is looked at before training",
+        plain(("for epoch", "next(iter(loader))\nfor epoch")),
+        [RIGHT, ("ok global batch", {"one": "32"}), "ok alone weights"],
+        ALONE,
+    ),
+    Case(
         "Python draws before the first step, and the loss is a sum over ranks",
         plain(
             ("torch.manual_seed(rank)\n", "import random\n\nrandom.random()\n"),
