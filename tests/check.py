@@ -956,6 +956,9 @@ class Recorder(TorchDispatchMode):
             if self.rows and first.dim() > 1 and first.shape[0] != self.rows[0] > 0:
                 if all(p.shape[1] == n for p, n in zip(parts, self.rows)):
                     dim = 1
+                else:  # they may hold the numbers of samples, as boxes do
+                    shape = list(first.shape)
+                    self.problem(f"{shape} for {self.rows[0]} samples in a batch")
             try:
                 return self.join(self.widen(parts, dim), dim)
             except RuntimeError:
@@ -976,6 +979,7 @@ class Recorder(TorchDispatchMode):
             counts = self.rows or [0]
             known = [entry for entry in first if rows_in(entry) is not None]
             columns = bool(known) and all(has_rows(e, counts[0]) for e in known)
+            columns |= top and self.stacked
             stacked = top or self.stacked
             samples = all(len(part) == n for part, n in zip(parts, counts))
             plain = first and not known
@@ -2760,15 +2764,15 @@ class Check:
     def why_not(self, best, run):
         """Why a difference is no proof, or None."""
         one = best.one
+        if best.problems:
+            first = Counter(best.problems).most_common(1)[0][0]
+            return f"One process cannot get what the ranks had: {first}."
         if not best.compared:
             if one.ended_well and not one.steps[0]:
                 return "One process makes no step."
             if not one.steps[0]:
                 return f"One process fails: {one.words()['error']}"
             return "One process makes other steps."
-        if best.problems:
-            first = Counter(best.problems).most_common(1)[0][0]
-            return f"One process cannot get what the ranks had: {first}."
         step = best.first
         others = [of_rank[step]["others"] for of_rank in run.steps]
         if any(others):
@@ -2822,8 +2826,8 @@ class Check:
         if not any(step["norms"] for step in one) or self.sharded:
             return
         evaluated = [step["evaluated"] for step in one]
-        pairs = zip(one, two)
-        differ = any(a["evaluated"] != b["evaluated"] for a, b in pairs)
+        pairs = [[step["evaluated"] for step in steps] for steps in zip(one, two)]
+        differ = any(a and b and a != b for a, b in pairs)
         if any(evaluated) and differ:
             detail = "They evaluate with these."
         elif any(evaluated):

@@ -944,6 +944,16 @@ FROM_NUMPY = """\
 x = numpy.random.default_rng(0).normal(size=(320, 8)).astype(numpy.float32)
 x = torch.from_numpy(x)
 """
+# A box says to which sample of its batch it belongs.
+BOXES = """\
+def collate(samples):
+    x, y = map(torch.stack, zip(*samples))
+    index = torch.tensor([0, *range(len(x))])
+    return x, index, y[index]
+
+
+loader = DataLoader(dataset, 32 // size, sampler=sampler, collate_fn=collate)
+"""
 FROM_FILE = """\
 make = "torch.linspace(0, 9, 2560).view(320, 8)"
 save = f"import torch; torch.save({make}, 'x.pt')"
@@ -1263,6 +1273,15 @@ SMALL = [
             )
         ),
         [RIGHT, ("note buffers differ", {"names": "['0.center']"})],
+    ),
+    Case(
+        "boxes with the numbers of their samples",
+        plain(
+            ("loader = DataLoader(dataset, 32 // size, sampler=sampler)\n", BOXES),
+            ("(x, y) in enum", "(x, index, y) in enum"),
+            ("wrapped(x), y", "wrapped(x)[index], y"),
+        ),
+        ["note not replayed"],
     ),
     Case(
         "a batch is looked at before training",
@@ -1790,7 +1809,11 @@ torch.cuda.set_device(local)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 """
-TWO_GPUS = "if torch.cuda.device_count() < 2:\n    sys.exit()\n"
+TWO_GPUS = """\
+if torch.cuda.device_count() < 2:
+    print("it needs two GPUs")
+    sys.exit()
+"""
 SYNC = "model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()\n"
 GPU_WRAP = WRAP.replace("(model)", "(model.cuda(), device_ids=[local])")
 GPU_LOSS = "        x, y = x.cuda(non_blocking=True), y.to(f'cuda:{local}')\n"
@@ -2283,6 +2306,10 @@ def test_batches_are_merged(recorder):
     objects = recorder.merge([(object(), [a, a]), (object(), [b, b])], top=True)
     assert len(objects) == 2 and len(objects[1]) == 4
     assert said(recorder) == "problem\tbatches with a object, which cannot be joined\n"
+    recorder.stacked = True
+    boxes = recorder.merge([(a, torch.ones(3, 6)), (b, torch.ones(1, 6))], top=True)
+    assert boxes[0].tolist() == [1, 2, 3, 4] and boxes[1].shape == (4, 6)
+    assert said(recorder).endswith("problem\t[3, 6] for 2 samples in a batch\n")
     recorder.order = "row by row"
     assert recorder.merge([a, b]).tolist() == [1, 3, 2, 4]
     assert recorder.merge([("a", "b"), ("c", "d")]) == ("a", "c", "b", "d")
