@@ -956,9 +956,10 @@ class Recorder(TorchDispatchMode):
             if self.rows and first.dim() > 1 and first.shape[0] != self.rows[0] > 0:
                 if all(p.shape[1] == n for p, n in zip(parts, self.rows)):
                     dim = 1
-                else:  # they may hold the numbers of samples, as boxes do
-                    shape = list(first.shape)
-                    self.problem(f"{shape} for {self.rows[0]} samples in a batch")
+                elif self.stacked:  # they may hold numbers of samples, as boxes do
+                    text = f"a batch of {self.rows[0]} has a tensor of"
+                    text += f" {list(first.shape)}, which may hold sample numbers"
+                    self.problem(text)
             try:
                 return self.join(self.widen(parts, dim), dim)
             except RuntimeError:
