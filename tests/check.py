@@ -2766,8 +2766,7 @@ class Check:
         """Why a difference is no proof, or None."""
         one = best.one
         if best.problems:
-            first = Counter(best.problems).most_common(1)[0][0]
-            return f"One process cannot get what the ranks had: {first}."
+            return f"One process cannot get what the ranks had: {best.problems[0]}."
         if not best.compared:
             if one.ended_well and not one.steps[0]:
                 return "One process makes no step."
