@@ -47,6 +47,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import textwrap
@@ -727,6 +728,8 @@ class Batches:
             watcher.note_others()
             with watcher.recorder.pause():
                 self.data = fingerprint(loader)
+            if watcher.step == 0 and not watcher.seen["fetched"]:
+                watcher.seen["others"].clear()  # the set-up has drawn them
             watcher.states = random_states()
 
     def __iter__(self):
@@ -953,6 +956,10 @@ class Recorder(TorchDispatchMode):
             if self.rows and first.dim() > 1 and first.shape[0] != self.rows[0] > 0:
                 if all(p.shape[1] == n for p, n in zip(parts, self.rows)):
                     dim = 1
+                elif self.stacked:  # they may hold numbers of samples, as boxes do
+                    text = f"a batch of {self.rows[0]} has a tensor of"
+                    text += f" {list(first.shape)}, which may hold sample numbers"
+                    self.problem(text)
             try:
                 return self.join(self.widen(parts, dim), dim)
             except RuntimeError:
@@ -971,10 +978,12 @@ class Recorder(TorchDispatchMode):
         if isinstance(first, (list, tuple)):
             # Samples, as in detection, or columns: one entry for all samples each.
             counts = self.rows or [0]
-            columns = bool(first) and all(has_rows(e, counts[0]) for e in first)
+            known = [entry for entry in first if rows_in(entry) is not None]
+            columns = bool(known) and all(has_rows(e, counts[0]) for e in known)
+            columns |= top and self.stacked
             stacked = top or self.stacked
             samples = all(len(part) == n for part, n in zip(parts, counts))
-            plain = first and rows_in(first[0]) is None
+            plain = first and not known
             if plain or (samples and counts[0] and not (columns and stacked)):
                 return type(first)(self.in_order([list(part) for part in parts]))
             return type(first)(map(self.merge, zip(*parts)))
@@ -1504,6 +1513,13 @@ def double_of(make, array, *args, **kwargs):
     return in_default_dtype(make(array, *args, **kwargs))
 
 
+def rebuild(make, *args):
+    """What torch.load() does. It makes an empty tensor with the dtype of the file."""
+    with torch._C.DisableTorchFunction():
+        tensor = make(*args)
+    return in_default_dtype(tensor)
+
+
 def keep_float64(set_dtype, dtype):
     """Transformers sets the dtype of a checkpoint while it makes a model."""
     set_dtype(torch.float64 if is_less(dtype) else dtype)
@@ -1524,7 +1540,8 @@ def meet_at_torchrun(torchruns, watcher, join, *args, **options):
     method = call.arguments.get("init_method") or "env://"
     address = {name: os.environ.get(name) for name in torchruns}
     its_own = ":".join(map(str, address.values())) if address != torchruns else ""
-    if not method.startswith("env:"):
+    place = ":".join(map(str, torchruns.values()))
+    if not method.startswith(("env:", f"tcp://{place}")):
         its_own = method
     if its_own and call.arguments.get("store") is None:
         watcher.once["address"] = its_own
@@ -1555,6 +1572,7 @@ def watch(words):
         wrap(torch.autocast, "__init__", disable_autocast)
         wrap(torch.amp.GradScaler, "__init__", disable_scaler)
         wrap(torch, "from_numpy", double_of)
+        wrap(torch._utils, "_rebuild_tensor", rebuild)
         wrap(torch, "set_default_dtype", keep_float64)
         MODES.append(InFloat64())
         MODES[-1].__enter__()
@@ -2430,7 +2448,7 @@ def first_traceback(text):
             continue
         own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
-        end = re.search(r"^\w.*\n", own, re.MULTILINE)
+        end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
         if end:
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
             frames = [frame for frame in frames if __file__ not in frame]
@@ -2747,15 +2765,14 @@ class Check:
     def why_not(self, best, run):
         """Why a difference is no proof, or None."""
         one = best.one
+        if best.problems:
+            return f"One process cannot get what the ranks had: {best.problems[0]}."
         if not best.compared:
             if one.ended_well and not one.steps[0]:
                 return "One process makes no step."
             if not one.steps[0]:
                 return f"One process fails: {one.words()['error']}"
             return "One process makes other steps."
-        if best.problems:
-            first = Counter(best.problems).most_common(1)[0][0]
-            return f"One process cannot get what the ranks had: {first}."
         step = best.first
         others = [of_rank[step]["others"] for of_rank in run.steps]
         if any(others):
@@ -2809,8 +2826,8 @@ class Check:
         if not any(step["norms"] for step in one) or self.sharded:
             return
         evaluated = [step["evaluated"] for step in one]
-        pairs = zip(one, two)
-        differ = any(a["evaluated"] != b["evaluated"] for a, b in pairs)
+        pairs = [[step["evaluated"] for step in steps] for steps in zip(one, two)]
+        differ = any(a and b and a != b for a, b in pairs)
         if any(evaluated) and differ:
             detail = "They evaluate with these."
         elif any(evaluated):
@@ -2875,11 +2892,14 @@ class Check:
         theirs = [
             sum(rows, []) for rows in zip(*[two.samples(r, kind) for r in (0, 1)])
         ]
-        count, of_ranks = [mean_size(steps) for steps in (mine, theirs)]
-        how = "grows" if of_ranks > count else "shrinks"
-        same_size = abs(count - of_ranks) <= 0.02 * of_ranks
-        if not count:
+        sizes = [[len(rows) for rows in steps if rows] for steps in (mine, theirs)]
+        if not all(sizes):
             return
+        # In most steps: a loader may fetch a batch ahead. Or the mean, if sizes vary.
+        count, of_ranks = map(statistics.median, sizes)
+        pairs = [(count, of_ranks), [statistics.mean(of_run) for of_run in sizes]]
+        same_size = any(abs(a - b) <= 0.02 * b for a, b in pairs)
+        how = "grows" if of_ranks > count else "shrinks"
         values = {"one": count, "two": of_ranks, "how": how}
         self.judge(same_size, "global batch", "note", **values)
         pairs = list(zip(mine, theirs))
@@ -3101,6 +3121,9 @@ class Check:
         if asks and not ordinal and (not run.trained or run.bits != self.two.bits):
             run = Launch(self, "machines-cpu", machines=2)
             self.title("Two machines, without pretended GPUs", run)
+        if run.options["gpus"] and run.ended_well and not run.steps[0]:
+            run = Launch(self, "machines-gpus", machines=2, gpus=True, count=2)
+            self.title("The same with two GPUs on each", run)
         error = run.words()["error"]
         shared = run.log / "shared"
         if not run.trained and run.words()["hint"] == FILE_HINT:
@@ -3218,12 +3241,6 @@ def noises(one, two, compare):
 def remove(folder):
     for path in folder.glob("*.pickle"):
         path.unlink()
-
-
-def mean_size(steps):
-    """How many samples the steps have that have any."""
-    sizes = [len(rows) for rows in steps if rows]
-    return sum(sizes) / max(1, len(sizes))
 
 
 def shared_of(run, kind):

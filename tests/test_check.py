@@ -628,6 +628,15 @@ def plain(*pairs):
     return change(HEAD + GROUP + DATA + MODEL + WRAP + EPOCHS + TAIL, *pairs)
 
 
+def meets_at(url):
+    """The script with init_method=url, in which names of the environment may stand."""
+    options = f'init_method="{url}".format(**os.environ), '
+    options += "rank=int(os.environ['RANK']), "
+    options += "world_size=int(os.environ['WORLD_SIZE'])"
+    old = 'init_process_group("gloo")'
+    return plain((old, f'init_process_group("gloo", {options})'))
+
+
 def in_place_of(*parts):
     """The script with other parts at its end, such as another loop."""
     return HEAD + GROUP + "".join(parts) + TAIL
@@ -934,6 +943,24 @@ CHECKPOINTED = """\
 FROM_NUMPY = """\
 x = numpy.random.default_rng(0).normal(size=(320, 8)).astype(numpy.float32)
 x = torch.from_numpy(x)
+"""
+# A box says to which sample of its batch it belongs.
+BOXES = """\
+def collate(samples):
+    x, y = map(torch.stack, zip(*samples))
+    index = torch.tensor([0, *range(len(x))])
+    return x, index, y[index]
+
+
+loader = DataLoader(dataset, 32 // size, sampler=sampler, collate_fn=collate)
+"""
+FROM_FILE = """\
+make = "torch.linspace(0, 9, 2560).view(320, 8)"
+save = f"import torch; torch.save({make}, 'x.pt')"
+if rank == 0:
+    subprocess.run([sys.executable, "-c", save])
+dist.barrier()
+x = torch.load("x.pt")
 """
 # Each rank evaluates the same samples. They are not those that it trains on.
 EVALUATION = """\
@@ -1248,6 +1275,29 @@ SMALL = [
         [RIGHT, ("note buffers differ", {"names": "['0.center']"})],
     ),
     Case(
+        "boxes with the numbers of their samples",
+        plain(
+            ("loader = DataLoader(dataset, 32 // size, sampler=sampler)\n", BOXES),
+            ("(x, y) in enum", "(x, index, y) in enum"),
+            ("wrapped(x), y", "wrapped(x)[index], y"),
+        ),
+        ["note not replayed"],
+    ),
+    Case(
+        "a batch is looked at before training",
+        plain(("for epoch", "next(iter(loader))\nfor epoch")),
+        [RIGHT, ("ok global batch", {"one": "32"}), "ok alone weights"],
+        ALONE,
+    ),
+    Case(
+        "Python draws before the first step, and the loss is a sum over ranks",
+        plain(
+            ("torch.manual_seed(rank)\n", "import random\n\nrandom.random()\n"),
+            ("loss = mse", "loss = size * mse"),
+        ),
+        [("WRONG gradient", {"first": "0", "scale": "It is 2 times as large."})],
+    ),
+    Case(
         "numpy draws in the step",
         before_loss(
             "        x = x + numpy.random.default_rng().normal(size=8)\n".replace(
@@ -1282,6 +1332,11 @@ SMALL = [
     Case(
         "numpy's float32",
         plain(("x = torch.randn(320, 8)\n", FROM_NUMPY)),
+        [RIGHT],
+    ),
+    Case(
+        "a float32 file",
+        plain(("x = torch.randn(320, 8)\n", FROM_FILE)),
         [RIGHT],
     ),
     Case(
@@ -1676,15 +1731,14 @@ RESUMES = [
         MACHINES,
     ),
     Case(
+        "torchrun's address as a URL",
+        meets_at("tcp://{MASTER_ADDR}:{MASTER_PORT}"),
+        [RIGHT, "ok machines"],
+        MACHINES,
+    ),
+    Case(
         "an address of its own",
-        plain(
-            (
-                'init_process_group("gloo")',
-                f'init_process_group("gloo", init_method="{OWN}", '
-                "rank=int(os.environ['RANK']), "
-                "world_size=int(os.environ['WORLD_SIZE']))",
-            )
-        ),
+        meets_at(OWN),
         [
             ("note address", {"address": OWN}),
             RIGHT,
@@ -1755,6 +1809,11 @@ torch.cuda.set_device(local)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 """
+TWO_GPUS = """\
+if torch.cuda.device_count() < 2:
+    print("it needs two GPUs")
+    sys.exit()
+"""
 SYNC = "model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()\n"
 GPU_WRAP = WRAP.replace("(model)", "(model.cuda(), device_ids=[local])")
 GPU_LOSS = "        x, y = x.cuda(non_blocking=True), y.to(f'cuda:{local}')\n"
@@ -1821,6 +1880,15 @@ GPUS = [
         "device_ids=[rank]",
         on_gpus(("device_ids=[local]", "device_ids=[rank]")),
         BY_RANK,
+        MACHINES,
+    ),
+    Case(
+        "the local rank's share, where a machine must have two GPUs",
+        on_gpus(
+            ("torch.cuda.set", TWO_GPUS + "torch.cuda.set"),
+            ("(dataset, seed=0)", "(dataset, size, local, seed=0)"),
+        ),
+        [RIGHT, "WRONG machines"],
         MACHINES,
     ),
     Case(
@@ -2235,11 +2303,18 @@ def test_batches_are_merged(recorder):
     assert recorder.merge([("a", "b"), ("c", "d")]) == ("a", "b", "c", "d")
     time_first = recorder.merge([torch.zeros(5, 2), torch.ones(5, 2)])
     assert time_first.shape == (5, 4) and said(recorder) == ""
+    objects = recorder.merge([(object(), [a, a]), (object(), [b, b])], top=True)
+    assert len(objects) == 2 and len(objects[1]) == 4
+    assert said(recorder) == "problem\tbatches with a object, which cannot be joined\n"
+    recorder.stacked = True
+    boxes = recorder.merge([(a, torch.ones(3, 6)), (b, torch.ones(1, 6))], top=True)
+    assert boxes[0].tolist() == [1, 2, 3, 4] and boxes[1].shape == (4, 6)
+    assert "problem\ta batch of 2 has a tensor of [3, 6], which" in said(recorder)
     recorder.order = "row by row"
     assert recorder.merge([a, b]).tolist() == [1, 3, 2, 4]
     assert recorder.merge([("a", "b"), ("c", "d")]) == ("a", "c", "b", "d")
     recorder.merge([torch.tensor(1), torch.tensor(2)])
-    assert said(recorder).startswith("problem\ta batch has a number that differs")
+    assert "problem\ta batch has a number that differs" in said(recorder)
 
 
 def test_rows_are_padded_to_the_longest(recorder):
@@ -2376,6 +2451,10 @@ def test_first_traceback():
     peer += '[rank0]:   File "mine.py", line 2\n[rank0]: RuntimeError: closed by peer\n'
     assert check.first_traceback(peer + text) == last
     assert check.first_traceback(peer).endswith("closed by peer")
+    # Two ranks that write at the same time
+    both = "Traceback (most recent call last):\n" * 2
+    both += '  File "mine.py", line 3\n    assert x\nAssertionError\n'
+    assert check.first_traceback(both).endswith("assert x\nAssertionError")
 
 
 CPU_GAPS = """
