@@ -988,9 +988,8 @@ class Recorder(TorchDispatchMode):
                 return type(first)(self.in_order([list(part) for part in parts]))
             return type(first)(map(self.merge, zip(*parts)))
         if any(part != first for part in parts):
-            self.problem(
-                f"batches with a {type(first).__name__}, which cannot be joined"
-            )
+            kind = type(first).__name__
+            self.problem(f"batches with a value of type {kind}, which cannot be joined")
         return first
 
     def in_order(self, parts):

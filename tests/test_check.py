@@ -2305,7 +2305,7 @@ def test_batches_are_merged(recorder):
     assert time_first.shape == (5, 4) and said(recorder) == ""
     objects = recorder.merge([(object(), [a, a]), (object(), [b, b])], top=True)
     assert len(objects) == 2 and len(objects[1]) == 4
-    assert said(recorder) == "problem\tbatches with a object, which cannot be joined\n"
+    assert "\tbatches with a value of type object, which" in said(recorder)
     recorder.stacked = True
     boxes = recorder.merge([(a, torch.ones(3, 6)), (b, torch.ones(1, 6))], top=True)
     assert boxes[0].tolist() == [1, 2, 3, 4] and boxes[1].shape == (4, 6)
