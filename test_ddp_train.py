@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -1165,6 +1164,8 @@ def test_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(tiny, o
     """Otherwise all that is trained up to the first save would be lost."""
 
     def shard(model, args):
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a second
+
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
     patch = functools.partial(setattr, ddp_train, "build_optimizer", shard)
