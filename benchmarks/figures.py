@@ -56,7 +56,7 @@ def run(data, starts):
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-# ---- The pictures --------------------------------------------------------------------
+# ---- The picture ---------------------------------------------------------------------
 class Picture:
     """An SVG of 850 x 530: a white panel, since the page around it may be dark."""
 

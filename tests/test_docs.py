@@ -110,8 +110,8 @@ def test_targets_of_make_and_options_exist(name, capsys):
             assert option in options, command
 
 
-def test_lines_that_make_test_lines_names_are_in_the_program():
-    assert lines.find_changes()  # it exits with one that is not there
+def test_changes_of_lines_py_fit_the_program():
+    assert lines.find_changes()  # it stops at one that does not
 
 
 # ---- The examples --------------------------------------------------------------------
