@@ -150,7 +150,7 @@ conf="is_host=$is_host,timeout=$wait,join_timeout=$wait,read_timeout=$wait"
 # before ending the rank.
 leftover=("${!PET_@}")
 command=(env "${leftover[@]/#/-u}" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-  PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGUSR1"
+  PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
   TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
   OMP_NUM_THREADS="$threads" GLOO_SOCKET_IFNAME="$interface"
   "$PYTHON" -m torch.distributed.run "$ranks" --nnodes="$NNODES"

@@ -35,7 +35,7 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
 # PET_X sets torchrun's option --x. Drop any that the cluster set. Forward SIGUSR1
 # to the ranks, too, and give them time to save.
 unset "${!PET_@}"
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=100
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGUSR2 PET_SHUTDOWN_TIMEOUT=100
 # --local-addr: this machine's name may not resolve.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=localhost \
   --nproc-per-node="$NPROC" --max-restarts="${MAX_RESTARTS:-0}" \
