@@ -592,7 +592,8 @@ def evaluate(model, score_fn, loader, device):
     sums = {}
     for batch in loader:
         for name, value in score_fn(model, to_device(batch, device)).items():
-            sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
+            value = torch.as_tensor(value, dtype=torch.float64, device=device)
+            sums[name] = sums.get(name, 0) + value
     for module, was_training in modes:  # a frozen layer stays in eval mode
         module.train(was_training)
     # Add up the sums of all ranks. One without a batch has none.

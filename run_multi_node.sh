@@ -18,7 +18,7 @@
 #   RDZV_TIMEOUT    seconds to wait for MASTER_ADDR to resolve, then for all nodes (600)
 #   DRY_RUN=1       print the command and exit
 # Rank 0 prints and saves. Without NODE_RANK it is on the node whose address sorts first
-# as text: 10.0.0.10 before 10.0.0.9. The first line of the run names this node.
+# as text: 10.0.0.10 before 10.0.0.9. The line "rank 0 waits" names its address.
 # Elastic jobs run ddp_train.py with --timeout 300: the first step may take minutes with
 # --compile. A job notices dead processes after half a minute, and a node without power
 # or network about 20 s after --timeout. You can pass a different --timeout.
@@ -161,12 +161,12 @@ echo "run_multi_node.sh: $(uname -n): $address on $interface reaches $MASTER_ADD
 [ -z "$DRY_RUN" ] || { printf '%q ' "${command[@]}"; echo; exit 0; }
 [ -n "$step" ] || exec "${command[@]}"
 
-# ---- Before the time limit, Slurm sends SIGUSR1 to the ranks and to this shell. The
-# ---- ranks save and stop. Then this shell requeues the job.
-trap 'signaled=yes' USR1
+# ---- Before the time limit, Slurm sends SIGUSR1 (or SIGUSR2, with --signal=USR2) to
+# ---- the ranks and to this shell. The ranks save and stop. Then this shell requeues.
+trap 'signaled=yes' USR1 USR2
 trap : TERM
-# torch 2.9 cannot handle SIGUSR1 and must ignore it. There the ranks save at the time
+# torch 2.9 cannot handle them and must ignore them. There the ranks save at the time
 # limit: Slurm sends SIGTERM, then SIGKILL 30 seconds later.
-(trap '' USR1; exec "${command[@]}") || code=$?
+(trap '' USR1 USR2; exec "${command[@]}") || code=$?
 [ -z "$signaled" ] || [ "$NODE_RANK" != 0 ] || scontrol requeue "$SLURM_JOB_ID"
 exit "${code:-0}"

@@ -33,7 +33,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # torchrun's default is 1: NCCL's timeout would wait for the GPU before ending the rank.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
 # PET_X sets torchrun's option --x. Drop any that the cluster set. Forward SIGUSR1
-# to the ranks, too, and give them time to save.
+# and SIGUSR2 to the ranks, too, and give them time to save.
 unset "${!PET_@}"
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGUSR2 PET_SHUTDOWN_TIMEOUT=100
 # --local-addr: this machine's name may not resolve.

@@ -7,13 +7,11 @@ It needs torch, numpy and pytest. Most tests that start ranks fork this process,
 torch is not imported again: see tests/harness.py. tests/ has tests of the other files.
 """
 
-import ast
 import collections
 import errno
 import fcntl
 import functools
 import importlib
-import io
 import itertools
 import math
 import multiprocessing
@@ -24,7 +22,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 import types
@@ -89,13 +86,13 @@ def alone():
 
 
 # ---- Model, data, options ------------------------------------------------------------
-ABOVE_ZERO = "layers heads dim seq_len epochs max_steps batch_size accum lr grad_clip "
-ABOVE_ZERO += "timeout log_every eval_every save_every"
+ABOVE_ZERO = "layers heads dim seq_len epochs max_steps batch_size accum lr timeout "
+ABOVE_ZERO += "log_every eval_every save_every"
 MISTAKES = [f"--{name} 0" for name in ABOVE_ZERO.split()]
 MISTAKES += ["--no_such 1", "--heads -1", "--epochs 1.5", "--seed x", "--device gpu"]
-MISTAKES += ["--precision fp16", "--lr nan", "--grad_clip inf", "--dropout -0.1"]
-MISTAKES += ["--dropout 1", "--warmup 1", "--warmup -0.1", "--data=", "--out="]
-MISTAKES += ["--workers -1", "--workers 1000", "--seed -1", f"--seed {2**63}"]
+MISTAKES += ["--precision fp16", "--lr nan", "--grad_clip -1", "--dropout -0.1"]
+MISTAKES += ["--dropout 1", "--warmup 1", "--warmup -0.1", "--workers -1"]
+MISTAKES += ["--data=", "--out="]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -111,7 +108,7 @@ def test_smallest_and_largest_numbers_are_accepted():
     parse(*[f"--{name}=1" for name in ABOVE_ZERO.split()])
     for name in ("auto", "cuda"):
         parse("--precision", "fp32", "--device", name)
-    parse("--warmup", 0, "--workers", 999, "--seed", 2**63 - 1, "--lr", 1e-9)
+    parse("--warmup", 0, "--seed", -1, "--lr", 1e-9, "--grad_clip", "inf")
 
 
 DEFAULTS = "layers=2 heads=4 dim=128 seq_len=128 dropout=0.0 out=out epochs=3 "
@@ -206,13 +203,23 @@ def test_options_of_the_model_change_the_model():
     assert not torch.equal(logits["--heads 2"], logits["--dropout 0.9"])
 
 
-def test_learning_rate_stays_zero_at_the_end_and_is_the_peak_without_warmup():
+def test_learning_rate_is_zero_at_the_end_and_the_peak_without_warmup():
     """test_any_split_of_a_batch has the numbers between."""
-    group = {"initial_lr": 10.0}
+    group = {}
     optimizer = types.SimpleNamespace(param_groups=[group])
-    for progress, rate in ((1.2, 0), (0, 10)):
-        ddp_train.set_learning_rate(optimizer, progress, warmup=0)
+    for progress, rate in ((1, 0), (0, 10)):
+        ddp_train.set_learning_rate(optimizer, [10], progress, warmup=0)
         assert group["lr"] == rate
+
+
+def test_progress_goes_by_samples_or_by_max_steps_and_ends_at_1():
+    """The numbers of its docstring. A resumed epoch may have more samples than fit."""
+    three_epochs, steps = parse("--epochs", 3), parse("--max_steps", 20)
+    rest = 1001, 100  # samples, and those of a step
+    by_samples = ddp_train.get_progress(three_epochs, 12, 1, 200, *rest)
+    assert by_samples == pytest.approx((1 + 250 / 1000) / 3)
+    assert ddp_train.get_progress(three_epochs, 99, 2, 999, *rest) == 1
+    assert ddp_train.get_progress(steps, 12, 1, 200, *rest) == 12.5 / 20
 
 
 # ---- Batches -------------------------------------------------------------------------
@@ -239,6 +246,19 @@ def test_ranks_take_turns_from_any_start_and_have_as_many_samples(alone):
             assert n - start - len(turns) < size
 
 
+def test_pieces_work_if_new_tensors_are_made_elsewhere(alone):
+    """By torch.set_default_device("cuda"), say. Here that other device is "meta"."""
+    x = torch.ones(2)
+    with torch.device("meta"):
+        assert sorted(ddp_train.ResumableSampler(range(3), seed=0)) == [0, 1, 2]
+        assert ddp_train.mean_over_ranks([{"a": 1, "b": x[0]}]) == {"a": 1, "b": 1}
+        means = ddp_train.evaluate(
+            nn.ReLU(), lambda *_: {"a": x[0], "count": x[1]}, [x], CPU
+        )
+        assert means == {"a": 1}
+        assert ddp_train.StopSignal().requested() == 0
+
+
 def test_random_numbers_differ_by_word_rank_and_step():
     """Those of torch, of numpy and of random. The same values give the same numbers."""
     draws = []
@@ -250,24 +270,30 @@ def test_random_numbers_differ_by_word_rank_and_step():
         assert len(set(numbers)) == 4
 
 
-Pair = collections.namedtuple("Pair", "x name")
+class Attributes(dict):
+    """A dict whose entries are attributes, such as Hugging Face's ModelOutput."""
+
+    __getattr__ = dict.__getitem__
+
+
+Edge = collections.namedtuple("Edge", "x to")
 
 
 def test_batch_of_any_nesting_goes_to_the_device():
     """Each part keeps its type: batch.x still works. No tensor is left behind."""
     x = torch.ones(2)
     own = nn.utils.rnn.pack_sequence([x])  # it has .to(), and is none of these
-    batch = {"a": x, "b": [x, (x, "text")], "c": {"own": own}, "d": Pair(x, "text")}
-    batch["e"] = collections.UserDict(x=x)  # a mapping, but not a dict
-    batch["f"] = collections.defaultdict(list, x=x)
+    batch = {"a": x, "b": [x, (x, "text")], "c": {"own": own}, "d": Edge(x, x)}
+    batch |= {"e": Attributes(x=x), "f": collections.defaultdict(list, x=x)}
     moved = ddp_train.to_device(batch, torch.device("meta"))
-    assert moved["b"][1][1] == moved["d"].name == "text"
+    assert moved["b"][1][1] == "text"
     for name, part in batch.items():
-        if name != "f":
-            assert type(moved[name]) is type(part)
+        assert type(moved[name]) is type(part)
     found = [moved["a"], moved["b"][0], moved["b"][1][0], moved["c"]["own"].data]
-    for tensor in (*found, moved["d"].x, moved["e"]["x"], moved["f"]["x"]):
+    found += [moved["d"].x, moved["d"].to, moved["e"].x, moved["f"]["x"]]
+    for tensor in found:
         assert tensor.is_meta
+    assert not batch["e"].x.is_meta  # the batch itself is as it was
 
 
 @processes
@@ -275,12 +301,12 @@ def test_worker_is_spawned_ignores_stop_signals_lives_on_and_may_not_hang():
     """It reports its handlers of signals. A fork has the one that its rank has set."""
 
     def rank():
-        signal.signal(signal.SIGUSR2, print)
-        numbers = [*ddp_train.STOP_SIGNALS, signal.SIGUSR2]
+        signal.signal(signal.SIGALRM, print)
+        numbers = [*ddp_train.STOP_SIGNALS, signal.SIGALRM]
         with ddp_train.distributed("cpu") as device:
             patient = ddp_train.loading_options(device, 1) | {"batch_size": None}
             loader = DataLoader(numbers, collate_fn=signal.getsignal, **patient)
-            assert list(loader) == [signal.SIG_IGN] * 4 + [signal.SIG_DFL]
+            assert list(loader) == [signal.SIG_IGN] * 5 + [signal.SIG_DFL]
             # It lives on: a new one in each epoch would import torch again.
             getpid = operator.methodcaller("__call__")
             loader = DataLoader([os.getpid], collate_fn=getpid, **patient)
@@ -292,33 +318,6 @@ def test_worker_is_spawned_ignores_stop_signals_lives_on_and_may_not_hang():
     in_ranks(1, rank)
 
 
-# ---- The pieces stand alone ----------------------------------------------------------
-def read_sections():
-    """{title of a section of pieces: (the imports that its head lists, its tree)}"""
-    source = Path(ddp_train.__file__).read_text()
-    head = r"# ---- (.*)\n# Imports: ((?:.*,\n# )*.*)\n"
-    body = r"((?:(?!# ---- |if __name__).*\n)*)"
-    sections = {}
-    for title, listed, code in re.findall(head + body, source):
-        sections[title] = set(re.findall(r"[\w.]+", listed)), ast.parse(code)
-    return sections
-
-
-SECTIONS = read_sections()
-
-
-@pytest.mark.parametrize("title", SECTIONS)
-def test_pieces_need_each_other_and_the_imports_at_the_head_of_their_section(title):
-    """So they can be copied without the rest of the file."""
-    imports, tree = SECTIONS[title]
-    pieces = {"STOP_SIGNALS"}
-    for _, other in SECTIONS.values():
-        pieces |= {node.name for node in other.body if hasattr(node, "name")}
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    needed = names & set(vars(ddp_train)) - pieces
-    assert needed == imports - {"torch.distributed.nn"}
-
-
 @processes
 def test_numbers_are_averaged_by_name_and_compared_to_a_millionth():
     def rank():
@@ -327,8 +326,13 @@ def test_numbers_are_averaged_by_name_and_compared_to_a_millionth():
             results = [{"x": torch.tensor(i + 10.0 * rank)} for i in (1, 3)]
             assert ddp_train.mean_over_ranks(results) == {"x": (1 + 3 + 11 + 13) / 4}
             large = 2**24 + 1  # not a number of float32
-            result = [{"b": torch.ones(1), "a": 0.0}, {"a": 2 * large, "b": 1.0}][rank]
+            result = [{"a": 0.0, "b": torch.ones(1)}, {"a": 2 * large, "b": 1.0}][rank]
             assert ddp_train.mean_over_ranks([result]) == {"a": large, "b": 1}
+            # The names, and the number of steps, must be the same on all ranks.
+            own = [{"image": 1.0}, {"text": 1.0}][rank]
+            for results in ([own], [result] * (1 + rank)):
+                with pytest.raises(SystemExit, match="the log is .* on rank 1, but "):
+                    ddp_train.mean_over_ranks(results)
             model = nn.LayerNorm(1)
             ddp_train.check_together([{"grad_norm": 1e6 + rank / 2}], model)
             with pytest.raises(SystemExit, match="the ranks differ"):
@@ -344,6 +348,24 @@ def test_numbers_are_averaged_by_name_and_compared_to_a_millionth():
 
 def mean_of(model, batch):
     return {"mean": model(batch).double().sum(), "count": len(batch)}
+
+
+@processes
+def test_samples_of_any_length_are_padded_by_collate_in_both_loaders(tiny):
+    def pad(samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def mean_length(model, batch):
+        return {"mean": (batch > 0).sum(), "count": len(batch)}
+
+    def patch():
+        samples = [torch.ones(1 + i) for i in range(8)]
+        ddp_train.load_data = lambda args: (samples, samples[:3], "lengths")
+        ddp_train.collate, ddp_train.score = pad, mean_length
+        ddp_train.build_model = lambda args: nn.Linear(1, 1)
+        ddp_train.compute_loss = lambda model, x: model(x[..., None]).mean()
+
+    assert "\nstep 2  mean 2\n" in train(2, *tiny, "--epochs", 2, patch=patch)[0]
 
 
 # ---- Exact ---------------------------------------------------------------------------
@@ -384,6 +406,7 @@ def plain():
         y = torch.tensor([list(NO_TWO_ALIKE[32 * i + 1 :][:32]) for i in samples])
         return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
+    run.val_loss[0] = loss_of([60, 61, 62]).item()
     for step in range(1, 15):
         epoch, place = divmod(step - 1, 7)
         generator = torch.Generator().manual_seed(7 + epoch)
@@ -406,7 +429,7 @@ def plain():
         run.loss[step] = loss.item()
         run.grad_norm[step] = norm.item()
         run.lr[step] = 0.001 * factor
-        if step in (5, 7, 10, 14):
+        if step in (5, 10, 14):
             run.val_loss[step] = loss_of([60, 61, 62]).item()
     run.weights = flat(model.parameters())
     return run
@@ -521,7 +544,7 @@ def test_gradients_are_averaged_once_per_step(layouts):
     """Of two batches in the second. The others are evaluated: one on rank 1."""
     for rank in layouts((2, 2, 2))[1]:
         assert [n for n in rank.averages if n] == [1] * 14
-        assert rank.averages[:10] == [0, 1] * 5
+        assert rank.averages[:11] == [0] + [0, 1] * 5  # the first is evaluated
 
 
 @processes
@@ -587,19 +610,18 @@ def test_run_learns_says_what_runs_where_and_is_finished(tiny, out):
     """Launched again, as a script on one rank, it evaluates, and does nothing else."""
     options = [*tiny, "--epochs", 2, "--lr", 0.01]
     said = train(2, *options)[0]
-    first = f"ranks: 2, cpu, fp32, {socket.gethostname()}\n"
-    first += "global batch: 8 samples; an epoch: 60, 4 left over\nfrom step 0 to 14\n"
+    first = "ranks: 2, cpu, fp32, 60 samples\nfrom step 0 to 14, 8 samples each\n"
     assert said.count(first) == 1
     assert said.endswith(f"\ndone: step 14, saved in {out}/checkpoint.pt\n")
     losses, val_losses = metrics(out, "loss"), metrics(out, "val_loss")
     assert list(losses) == list(range(1, 15))
     assert losses[14] < losses[1] - 0.3
-    assert list(val_losses) == [7, 14]
+    assert list(val_losses) == [0, 7, 14]
     checkpoint = (out / "checkpoint.pt").read_bytes()
     options += ["--batch_size", 8]
     said = launch(sys.executable, ddp_train.__file__, *options).end()
-    assert "\nfrom step 14 to 14\nstep 14  val_loss " in said
-    assert "\nnothing left to train" in said
+    assert "\nfrom step 14 to 14, 8 samples each\nstep 14  val_loss " in said
+    assert "\nnothing left to train" in said and "done: " not in said
     assert metrics(out, "val_loss") == pytest.approx(val_losses, rel=1e-6)
     assert metrics(out, "loss") == losses
     assert (out / "checkpoint.pt").read_bytes() == checkpoint
@@ -613,20 +635,19 @@ def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tin
         rate = torch.tensor(args.lr)
         return torch.optim.AdamW(model.parameters(), rate, weight_decay=1000)
 
-    def decay():
-        ddp_train.build_optimizer = build
-
+    decay = functools.partial(setattr, ddp_train, "build_optimizer", build)
     wanted = [("--max_steps", 4, 4), ("--max_steps", 3, 4), ("--epochs", 1, 15)]
     for option, number, step in wanted:
         train(1, *tiny, option, number)
         assert load(out)["step"] == step
     weights = flat(load(out)["model"].values())
-    more = ["--max_steps", 16, "--lr", 0.1, "--warmup", 0]
+    more = ["--max_steps", 16, "--lr", 0.1, "--warmup", 0, "--dropout", 0.1]
     said = train(1, *tiny, *more, patch=decay)[0]
+    assert "dropout is 0.1, it was 0.0\n" in said
     assert "\nlr is 0.1, it was 0.002\nwarmup is 0.0, it was 0.05\n" in said
     assert "epochs is 3, it was 1\n" in said
     assert "\nmax_steps is 16, it was None\n" in said
-    assert said.count("it was") == 4
+    assert said.count("it was") == 5
     rate = 0.1 * (1 + math.cos(math.pi * 15.5 / 16)) / 2
     assert metrics(out, "lr")[16] == pytest.approx(rate)
     assert flat(load(out)["model"].values()).norm() < 0.9 * weights.norm()
@@ -651,14 +672,14 @@ def test_logged_number_is_the_mean_over_steps_and_only_rank_0_writes(tiny, out, 
     for name in ("loss", "grad_norm"):
         values = list(getattr(plain, name).values())
         expected = {}
-        for begin, end in itertools.pairwise([0, 4, 5, 6, 7, 8, 10, 12, 14]):
+        for begin, end in itertools.pairwise([0, 4, 5, 6, 8, 10, 12, 14]):
             expected[end] = numpy.mean(values[begin:end])
         assert metrics(out / "0", name) == pytest.approx(expected, rel=1e-6)
-    assert list(metrics(out / "0", "val_loss")) == [5, 7, 10, 14]
+    assert list(metrics(out / "0", "val_loss")) == [0, 5, 10, 14]
 
 
 @processes
-def test_speed_in_the_log_is_of_all_ranks_and_the_time_left_of_all_epochs(tiny, out):
+def test_speed_in_the_log_is_of_all_ranks_and_without_evaluations(tiny, out):
     """By a clock that goes on by 2 s in each step, and by an hour in an evaluation."""
 
     def set_clock():
@@ -674,7 +695,6 @@ def test_speed_in_the_log_is_of_all_ranks_and_the_time_left_of_all_epochs(tiny, 
 
     train(2, *tiny, "--log_every", 2, "--epochs", 2, patch=set_clock)
     steps = [2, 4, 6, 7, 8, 10, 12, 14]
-    assert metrics(out, "seconds_left") == {step: 2 * (14 - step) for step in steps}
     assert metrics(out, "samples_per_s") == dict.fromkeys(steps, 4)
 
 
@@ -807,30 +827,6 @@ def test_rank_may_have_no_batch_to_evaluate_though_ddp_would_send_buffers(tiny):
         assert "val_loss" in train(4, *options, patch=patch)[0]
 
 
-@processes
-def test_scores_with_different_names_are_an_error():
-    def rank():
-        with ddp_train.distributed("cpu"):
-            rank = dist.get_rank()
-            ddp_train.evaluate(nn.Identity(), mean_of, [], CPU)
-            named = [{"a": 1.0, "count": 1}, {"b": 1.0, "count": 1}][rank]
-            ddp_train.evaluate(nn.Identity(), lambda *_: named, [2.0], CPU)
-
-    for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):
-        assert "score() must return the same names on all ranks" in line
-
-
-@processes
-def test_score_without_a_count_is_one_line_also_on_a_rank_without_a_batch():
-    def rank():
-        with ddp_train.distributed("cpu"):
-            mine = [2.0][dist.get_rank() :]
-            ddp_train.evaluate(nn.Identity(), lambda *_: {"loss": 1.0}, mine, CPU)
-
-    for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):
-        assert 'score() must return "count"' in line
-
-
 def test_what_rank_0_says_goes_to_the_standard_output(alone, capfd):
     ddp_train.say("said")
     assert capfd.readouterr().out == "said\n"
@@ -900,9 +896,9 @@ def untouched(tmp_path_factory):
 
 
 INTERRUPTIONS = [  # (fault, exit code of each rank, step of the file that is left)
-    ("train_step 4 SIGTERM 0", [143], 4),
+    ("train_step 4 SIGUSR2 0", [140], 4),
     ("train_step 10 SIGINT 1", [130, 130], 10),  # its evaluation is made up for
-    ("evaluate 1 SIGHUP 1", [129, 129], 6),
+    ("evaluate 2 SIGHUP 1", [129, 129], 6),
     ("os.replace 2 SIGUSR1 0", [138], 6),
     ("train_step 14 SIGTERM 1", [143, 143], 14),
     ("train_step 18 SIGKILL 0", [-9], 15),
@@ -930,7 +926,7 @@ def test_stop_takes_effect_after_the_step_though_nothing_else_is_due(tiny, out):
     train(2, *options, fault="train_step 3 SIGTERM 1", code=143)
     assert load(out)["step"] == 3
     train(2, *options, "--max_steps", 3)
-    assert list(metrics(out, "val_loss")) == [3]
+    assert list(metrics(out, "val_loss")) == [0, 3]
 
 
 @processes
@@ -965,8 +961,8 @@ def test_resumed_with_another_global_batch_the_rate_goes_on(
     options = [*tiny, "--epochs", 2, "--batch_size"]
     train(2, *options, 4, fault="train_step 4 SIGTERM 1", code=143)
     said = train(1, *options, batch)[0]
-    assert f"\nglobal batch is {batch}, it was 8\n" in said
-    assert f"\nfrom step 4 to {last_step}\n" in said
+    assert f"\nglobal_batch is {batch}, it was 8\n" in said
+    assert f"\nfrom step 4 to {last_step}, {batch} samples each\n" in said
     used = 60 - 60 % batch
     for step, samples in ((5, 32), (last_step, 2 * used - batch)):
         progress = (samples + batch / 2) / (2 * used)
@@ -1032,6 +1028,17 @@ def test_run_saves_though_nobody_reads_its_output(tiny, out, name, code, step):
     assert load(out)["step"] == len(metrics(out, "loss")) == step
 
 
+@processes
+def test_second_ctrl_c_ends_a_step_that_takes_too_long(tiny):
+    """Without torchrun, which sends it twice."""
+    [run] = start_training(1, *tiny, fault="train_step 2 hang 0")
+    run.wait_for("hangs: ")
+    run.send(signal.SIGINT)
+    run.wait_for("signal 2: will save and stop after this step")
+    run.send(signal.SIGINT)
+    assert "KeyboardInterrupt" in run.end(1)
+
+
 # ---- The file ------------------------------------------------------------------------
 @pytest.fixture
 def path(out):
@@ -1049,14 +1056,8 @@ def test_what_was_saved_comes_back(path):
     ddp_train.save_checkpoint(str(path), 3, **content)
     values = [numpy.float64(0.5), [{"best": (1, numpy.int64(3))}], Path("x"), iter([])]
     for value in [*values, (i for i in range(3))]:
-        with refuses("cannot save", "the old one is intact"):
+        with pytest.raises((SystemExit, TypeError)):
             ddp_train.save_checkpoint(path, 4, best=value)
-        assert os.listdir(path.parent) == [path.name]
-    with refuses("cannot save", "No such file"):
-        try:
-            raise RuntimeError("why it saves now")
-        except RuntimeError:
-            ddp_train.save_checkpoint(path.parent / "gone/x", 4)
     saved = ddp_train.load_checkpoint(str(path))
     assert flatten(saved) == flatten({**content, "step": 3})
 
@@ -1076,9 +1077,7 @@ def test_full_disk_or_a_kill_in_the_write_leaves_the_old_file(tiny, out, end, co
     (said,) = train(1, *options, "--max_steps", 4, patch=limit_files, code=code)
     assert (out / "checkpoint.pt").read_bytes() == before
     if code == 1:
-        reason = "(the old one is intact): [Errno 27] File too large"
-        assert f"cannot save {out}/checkpoint.pt {reason}" in said
-        assert not (out / "checkpoint.pt.tmp").exists()
+        assert "[Errno 27] File too large" in said
 
 
 def test_damaged_file_is_refused_or_harmless(path):
@@ -1137,26 +1136,11 @@ CHANGED_CODE = {  # {what the line must say: (function, what takes its place)}
 
 @processes
 @pytest.mark.parametrize("line", CHANGED_CODE)
-def test_checkpoint_of_changed_code_is_refused_in_one_line(tiny, out, line):
+def test_checkpoint_of_changed_code_is_refused(tiny, out, line):
     patch = functools.partial(setattr, ddp_train, *CHANGED_CODE[line])
     train(1, *tiny, "--max_steps", 1)
-    for reason in reasons(train(2, *tiny, patch=patch, code=1)):
-        assert line in reason and "use another --out" in reason
-    torch.save({"step": 1, "model": {}}, out / "checkpoint.pt")
-    (reason,) = train(1, *tiny, code=1)
-    assert reason.count("\n") == 1 and "cannot restore " in reason
-    assert reason.endswith("KeyError('settings')\n")
-
-
-@processes
-def test_memory_that_runs_out_at_a_resume_is_not_blamed_on_the_checkpoint(tiny):
-    def no_room(self, state):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    train(1, *tiny, "--max_steps", 1)
-    patch = functools.partial(setattr, torch.optim.AdamW, "load_state_dict", no_room)
-    for line in reasons(train(2, *tiny, patch=patch, code=1)):
-        assert "cannot restore" in line and "CUDA out of memory" in line
+    for said in train(2, *tiny, patch=patch, code=1):
+        assert line in said
 
 
 @processes
@@ -1176,12 +1160,17 @@ def test_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(tiny, o
 @processes
 def test_new_or_removed_option_of_the_program_is_reported(tiny, out):
     def add_option():
-        ddp_train.MODEL_OPTIONS["extra"] = (1, "a new option of the model")
+        def add(parser):
+            add_model_options(parser)
+            parser.add_argument("--extra", type=int, default=0)
+
+        add_model_options = ddp_train.add_model_options
+        ddp_train.add_model_options = add
 
     train(1, *tiny, "--max_steps", 1)
     train(1, *tiny, "--max_steps", 2, patch=add_option)
-    assert load(out)["settings"]["extra"] == "1"
-    assert "extra is None, it was 1\n" in train(1, *tiny, "--max_steps", 3)[0]
+    assert load(out)["settings"]["extra"] == "0"
+    assert "extra is None, it was 0\n" in train(1, *tiny, "--max_steps", 3)[0]
 
 
 @processes
@@ -1190,7 +1179,7 @@ def test_checkpoint_of_another_model_seed_or_data_is_refused(tiny, out, tmp_path
     train(1, *tiny, "--max_steps", 1)
     grown = tmp_path / "grown"
     grown.write_bytes(DATA + bytes(64))
-    for name, value in (("dropout", 0.1), ("seed", 5), ("data", grown)):
+    for name, value in (("heads", 4), ("seed", 5), ("data", grown)):
         for line in reasons(train(2, *tiny, f"--{name}", value, code=1)):
             assert f": {out}/checkpoint.pt has {name} " in line
             assert line.endswith(": use another --out")
@@ -1206,9 +1195,9 @@ def test_second_run_in_the_folder_is_refused_while_the_first_lives(tiny, out):
     options = [*tiny, "--max_steps", 2]
     [first] = start_training(1, *options, fault="train_step 2 hang 0")
     first.wait_for("hangs: ")
-    assert train(1, *options, code=1) == [f"{out} is in use by another run\n"]
-    line, other = reasons(train(2, *options, code=1))
-    assert line.endswith(f": {out} is in use by another run") and "by peer" in other
+    line = f"error: rank 0: {out} is in use by another run\n"
+    assert train(1, *options, code=1) == [line]
+    assert train(2, *options, code=1)[0].endswith(line)
     first.send(signal.SIGKILL)
     first.end(-9)
     assert "\ndone: " in train(1, *options)[0]
@@ -1225,8 +1214,8 @@ DIFFER = {  # {what: (the function of the program that is changed, the line)}
     "the data": ("load_data", "data is 60 samples, 3 held out, CRC-32 "),
     "noise in the weights": ("train_step", "the ranks differ, "),
     "a step without DDP": ("train_step", "the ranks differ, "),
-    "NaN on one rank": ("compute_loss", "not finite, not saved: "),
-    "infinite gradient": ("compute_loss", "not finite, not saved: "),
+    "NaN on one rank": ("compute_loss", "the ranks differ, or are not finite"),
+    "infinite gradient": ("compute_loss", "the ranks differ, or are not finite"),
     "NaN in the weights": ("train_step", "the ranks differ, "),
 }
 
@@ -1269,30 +1258,8 @@ def test_ranks_that_differ_end_in_one_line_and_are_not_saved(tiny, out, what):
 
     for line in reasons(train(2, *tiny, "--save_every", 1, patch=patch, code=1)):
         assert text in line
-    assert not (out / "checkpoint.pt").exists()
-
-
-WHERE = ["ranks", "a later step", "an earlier step", "fewer steps", "no steps"]
-
-
-@processes
-@pytest.mark.parametrize("where", WHERE)
-def test_numbers_with_different_names_are_an_error_and_not_averaged(where):
-    """Otherwise rank 0 would log the mean of its image loss and rank 1's text loss."""
-    image, text = {"image": 1, "loss": 2.0}, {"text": 100, "loss": 2.0}
-
-    def rank():
-        with ddp_train.distributed("cpu"):
-            results = {"ranks": [[image, text][dist.get_rank()]]}
-            results |= {"a later step": [image, image | text]}
-            results |= {"an earlier step": [image | text, image]}
-            results |= {"fewer steps": [image | text] * (1 + dist.get_rank())}
-            results |= {"no steps": [image | text] * dist.get_rank()}
-            ddp_train.mean_over_ranks(results[where])
-
-    for line in reasons([rank.end(1) for rank in fork_ranks(2, rank)]):
-        assert "mean_over_ranks() needs the same names everywhere, not [{(" in line
-        assert "'image'" in line and "'text'" in line
+    assert not list(out.glob("checkpoint*"))
+    assert all('"loss"' not in file.read_text() for file in out.glob("metrics*"))
 
 
 # ---- Failures and exits --------------------------------------------------------------
@@ -1303,37 +1270,23 @@ def test_rank_that_fails_leaves_or_hangs_ends_the_other(tiny, action, code):
     fault = f"train_step 2 {action} 1"
     patch = functools.partial(print, "printed, and not flushed")
     ranks = start_training(2, *tiny, "--timeout", 6, fault=fault, patch=patch)
-    assert "\nerror: rank 0: " in ranks[0].end(1)
-    # It failed because the other rank has ended: no traceback that hides the first one,
-    # but where it was. If all ranks say this, they were in different collectives.
-    assert ("Traceback" in ranks[0].text) == (action == "hang")
-    by_peer = "by peer.*[(]in distributed > main > train > train_step > .*[)]\n"
-    assert bool(re.search(by_peer, ranks[0].text)) == (action != "hang")
+    assert "RuntimeError: " in ranks[0].end(1)
+    assert ("by peer" in ranks[0].text) == (action != "hang")
     if action != "hang":
         ranks[1].end(code)
     assert ranks[1].code == code
-    reason = "error: rank 1: RuntimeError('boom')\n"
-    assert ranks[1].text.startswith(reason) == (action == "raise")
+    assert ("RuntimeError: boom\n" in ranks[1].text) == (action == "raise")
     assert action == "hang" or "printed, and not flushed" in ranks[1].text
 
 
-def hanging_clean_up(folder, in_python):
+def hanging_clean_up(folder):
     """A failed rank's. After it fails it has 5 s, and not 30."""
-    faulthandler, alarm = ddp_train.faulthandler, signal.alarm
-    later = faulthandler.dump_traceback_later
-
-    def sooner(seconds, **options):
-        later(seconds / 6, **options)
-
-    faulthandler.dump_traceback_later = sooner
-    signal.alarm = lambda seconds: alarm(seconds // 5)
-    sys.stderr = io.StringIO()  # a logger may take its place
+    alarm = signal.alarm
+    signal.alarm = lambda seconds: alarm(seconds // 6)
     try:
         with ddp_train.distributed("cpu"):
             raise RuntimeError("boom")
     finally:
-        if not in_python:
-            faulthandler.cancel_dump_traceback_later()  # as Python's end does
         print("cleans up", flush=True)
         time.sleep(1)
         (folder / os.environ["RANK"]).touch()
@@ -1341,20 +1294,14 @@ def hanging_clean_up(folder, in_python):
 
 
 @processes
-@pytest.mark.parametrize("in_python, code", [(True, 1), (False, -signal.SIGALRM)])
-def test_exit_of_a_failed_rank_is_not_cut_off_but_may_not_hang(
-    tmp_path, in_python, code
-):
-    """torchrun sends SIGTERM when another rank has failed. It is said where it hangs,
-    unless that is in C++ after Python's end."""
-    ranks = fork_ranks(2, functools.partial(hanging_clean_up, tmp_path, in_python))
+def test_exit_of_a_failed_rank_is_not_cut_off_but_may_not_hang(tmp_path):
+    """torchrun sends SIGTERM when another rank has failed."""
+    ranks = fork_ranks(2, functools.partial(hanging_clean_up, tmp_path))
     for rank in ranks:
         rank.wait_for("cleans up")
         rank.send(signal.SIGTERM)
     for rank in ranks:
-        said = rank.end(code)
-        hint = r"Timeout \(0:00:05\)!\n(.*\n)+.* in hanging_clean_up\n"
-        assert bool(re.search(hint, said)) == in_python
+        rank.end(-signal.SIGALRM)
     assert len(os.listdir(tmp_path)) == 2
 
 
@@ -1397,7 +1344,7 @@ def test_rank_that_never_leaves_ends_the_others():
         with ddp_train.distributed("cpu", timeout=5):
             time.sleep(DEADLINE * dist.get_rank())
 
-    assert "error: rank 0: RuntimeError" in fork_ranks(2, rank)[0].end(1)
+    assert "RuntimeError: " in fork_ranks(2, rank)[0].end(1)
 
 
 @processes
@@ -1421,9 +1368,17 @@ def test_behind_the_block_the_handlers_of_signals_are_those_from_before():
 
     [alone] = fork_ranks(1, rank)
     said = alone.end()
-    for number in (15, 2, 1, 10):
+    for number in (15, 2, 1, 10, 12):
         assert f"signal {number}: will save and stop after this step (kill -9" in said
     assert alone.value
+
+
+@processes
+def test_signal_while_the_group_ends_is_no_error(tiny):
+    """It ends the run, which is done, without a traceback."""
+    fault = "dist.destroy_process_group 1 SIGTERM 0"
+    [said] = train(1, *tiny, "--max_steps", 1, fault=fault, code=-signal.SIGTERM)
+    assert "\ndone: step 1" in said and "Traceback" not in said
 
 
 @processes
@@ -1448,17 +1403,15 @@ def test_worker_that_never_delivers_is_an_error(tiny, tmp_path, size):
 
 
 @processes
-def test_killed_worker_is_noticed_at_once_though_the_process_had_another_run():
-    """In the first one it gets a harmless signal. The time limit is ten minutes."""
+def test_killed_worker_is_noticed_at_once():
+    """The time limit is ten minutes."""
 
     def rank():
         options = ddp_train.loading_options(CPU, 1) | {"batch_size": None}
-        options["collate_fn"] = signal.raise_signal
-        with ddp_train.distributed("cpu"):
-            list(DataLoader([signal.SIGWINCH], **options))
         with ddp_train.distributed("cpu"):
             with pytest.raises(RuntimeError, match="exited unexpectedly"):
-                list(DataLoader([signal.SIGKILL], **options))
+                kill = signal.raise_signal
+                list(DataLoader([signal.SIGKILL], collate_fn=kill, **options))
 
     in_ranks(1, rank)
 
@@ -1471,7 +1424,7 @@ def test_stop_under_torchrun_ends_with_0_and_main_can_be_called_again(tiny):
 
     env = {"FAULT": "train_step 3 SIGTERM 0", "TORCHELASTIC_RUN_ID": "a run"}
     [alone] = fork_ranks(1, rank, env)
-    for line in ("stopped by signal 15, saved", "from step 3 to 5\n", "done: step 5"):
+    for line in ("stopped by signal 15, saved", "from step 3 to 5, ", "done: step 5"):
         assert f"\n{line}" in alone.end()
 
 
@@ -1517,12 +1470,21 @@ def test_torchrun_names_the_rank_that_failed_first_and_its_reason(script):
     run = launch(*torchrun(2, "--monitor-interval=4", script, "fail"))
     said = run.end(1)
     run.leaves_none()
-    assert "error: rank 1: RuntimeError('boom')\nTraceback" in said
+    assert "[rank1]: RuntimeError: boom\n" in said
     cause = said[said.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", cause) and "RuntimeError: boom" in cause
     for rank in "01":
         text = (script.parent / f"file{rank}").read_text()
         assert text == "flushed, finally, atexit"
+
+
+@processes
+def test_torch_distributed_launch_trains(tiny):
+    """It passes --local-rank to the script."""
+    launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port"]
+    options = [ddp_train.__file__, *tiny, "--max_steps", 2]
+    said = launch(sys.executable, *launcher, free_port(), *options).end()
+    assert "\nranks: 2, " in said and "\ndone: step 2" in said
 
 
 @processes
@@ -1541,7 +1503,7 @@ def test_run_single_restarts_a_rank_that_was_killed(tiny, out, untouched):
     env = {"PYTHON": sys.executable, "NPROC": "2", "MAX_RESTARTS": "1"}
     env |= {"SCRIPT": str(WITH_FAULT), "FAULT": "train_step 6 SIGKILL 1"}
     said = launch(ROOT / "run_single.sh", *tiny, *HARD, env=env).end()
-    assert said.count("from step 5 to 14\n") == 1
+    assert said.count("from step 5 to 14, ") == 1
     assert_same_run(untouched / "2", out)
 
 
@@ -1556,7 +1518,8 @@ def test_rank_0_says_that_it_waits():
 
 def test_rank_takes_the_gpu_of_its_local_rank(monkeypatch):
     """Played: there is no GPU."""
-    assert ddp_train.choose_device("auto") == CPU
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    assert ddp_train.init_distributed("auto") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     chosen = []
@@ -1564,11 +1527,11 @@ def test_rank_takes_the_gpu_of_its_local_rank(monkeypatch):
     for local_rank, gpu in ((None, 0), ("0", 0), ("3", 3)):
         if local_rank is not None:
             monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert ddp_train.choose_device("auto") == torch.device("cuda", gpu)
-        assert chosen.pop() == gpu
+        assert ddp_train.init_distributed("auto") == torch.device("cuda", gpu)
+        assert chosen.pop() == f"cuda:{gpu}"
     monkeypatch.setenv("LOCAL_RANK", "4")
     with refuses("local rank 4 needs a GPU, but torch finds 4 here"):
-        ddp_train.choose_device("cuda")
+        ddp_train.init_distributed("cuda")
 
 
 STARTED = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
