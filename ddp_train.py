@@ -213,9 +213,10 @@ def train(args, device):
     wrapped = model  # call it to train; its weights are those of model, not a copy
     if world_size > 1:
         # DDP: send rank 0's weights to all. Train by wrapped(...): with model(...) or
-        # wrapped.module(...) no gradients are averaged. device_ids are not needed. If a
-        # step may leave out some weights: find_unused_parameters=True. Batch norm over
-        # all ranks: SyncBatchNorm. For both see docs/your-script.md.
+        # wrapped.module(...) no gradients are averaged. device_ids are not needed. Use
+        # find_unused_parameters=True if a step may leave out some weights, or if a
+        # resume must have the same bits on three ranks or more, and SyncBatchNorm for
+        # batch norm over all ranks (docs/your-script.md).
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)  # for training: evaluate() gets model
@@ -632,10 +633,13 @@ def save_checkpoint(path, step, **content):
     if dist.get_rank() > 0:
         return
     beside = Path(f"{path}.tmp")
-    with open(beside, "wb") as file:
-        torch.save({"step": step, **content}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(beside, "wb") as file:
+            torch.save({"step": step, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:  # on a full disk torch.save() hides the OSError
+        sys.exit(f"cannot save, {path} is the old one: {error.__context__ or error}")
     # Fail now if torch.load() would refuse it later, as it does a numpy number.
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(beside)
     if refused:
