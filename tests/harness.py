@@ -5,6 +5,7 @@
 is ddp_train.py with a fault: SIGKILL before the third train_step() of rank 1.
 """
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -288,12 +289,19 @@ def boom():
     raise RuntimeError("boom")
 
 
+def boom_early():
+    """At the start of a second, and with a quick exit: torchrun counts seconds."""
+    atexit.register(os._exit, 1)
+    time.sleep(1 - time.time() % 1)
+    boom()
+
+
 def hang():
     print(f"hangs: {os.getpid()}", flush=True)
     time.sleep(3 * DEADLINE)
 
 
-ACTIONS = {"raise": boom, "hang": hang, "exit": sys.exit}
+ACTIONS = {"raise": boom, "early": boom_early, "hang": hang, "exit": sys.exit}
 
 
 def apply_fault():
