@@ -1386,7 +1386,7 @@ def test_stop_under_torchrun_ends_with_0_and_main_can_be_called_again(tiny):
 @processes
 def test_torchrun_names_the_rank_that_failed_first_and_its_reason(tiny):
     """It looks late, when both have failed, and its clock counts whole seconds."""
-    env = {"FAULT": "train_step 3 early 1"}
+    env = {"FAULT": "train_step 3 raise 1"}
     run = launch(*torchrun(2, "--monitor-interval=4", WITH_FAULT, *tiny), env=env)
     said = run.end(1)
     run.leaves_none()

@@ -5,7 +5,6 @@
 is ddp_train.py with a fault: SIGKILL before the third train_step() of rank 1.
 """
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -83,14 +82,13 @@ class Process:
     @property
     def left(self):
         """The processes that it has started and that still live (Linux)."""
-        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-        return [pid for pid in pids if self.has_started(pid)]
-
-    def has_started(self, pid):
-        mark = f"STARTED_BY={self.log}\0".encode()
-        with contextlib.suppress(OSError):
-            return mark in Path(f"/proc/{pid}/environ").read_bytes()
-        return False
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended
+                environment = (folder / "environ").read_bytes()
+                if f"STARTED_BY={self.log}\0".encode() in environment:
+                    found.append(int(folder.name))
+        return found
 
     def send(self, number):
         os.kill(self.pid, number)
@@ -120,11 +118,8 @@ class Process:
 
     def leaves_none(self):
         """Wait until no process is left that it has started."""
-        left = []
         for _ in ticks(f"a process is left: {self.command}"):
-            # All processes are searched again only when those found have ended.
-            left = [pid for pid in left if self.has_started(pid)] or self.left
-            if not left:
+            if not self.left:
                 return
 
     def kill(self):
@@ -193,10 +188,6 @@ def fork_ranks(size, function, env=None, what=""):
     So torch is not imported again, and `function` can change what it likes before it
     calls the program. size 1: it is not launched at all.
     """
-    # Only the thread that forks lives on. What another one has locked stays locked.
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
-            assert not path.read_text().startswith(("gloo", "pt_")), "a thread of torch"
     port = free_port()
     ranks = []
     for rank in range(size):
@@ -274,11 +265,11 @@ def free_port():
     have it that set SO_REUSEADDR before they bind it, as torch does.
     """
     for _ in ticks("no port is free"):
+        port = random.SystemRandom().randrange(20000, 30000)
         keeper = socket.socket()
         with contextlib.suppress(OSError):
-            keeper.bind(("", random.SystemRandom().randrange(20000, 30000)))
+            keeper.bind(("", port))
             keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port = keeper.getsockname()[1]
             if sys.platform == "linux":
                 PORTS.append(keeper)
             return port
@@ -286,14 +277,8 @@ def free_port():
 
 # ---- Disturb the program in an exact place -------------------------------------------
 def boom():
+    time.sleep(1 - time.time() % 1)  # torchrun's clock counts whole seconds
     raise RuntimeError("boom")
-
-
-def boom_early():
-    """At the start of a second, and with a quick exit: torchrun counts seconds."""
-    atexit.register(os._exit, 1)
-    time.sleep(1 - time.time() % 1)
-    boom()
 
 
 def hang():
@@ -301,7 +286,7 @@ def hang():
     time.sleep(3 * DEADLINE)
 
 
-ACTIONS = {"raise": boom, "early": boom_early, "hang": hang, "exit": sys.exit}
+ACTIONS = {"raise": boom, "hang": hang, "exit": sys.exit}
 
 
 def apply_fault():
