@@ -171,7 +171,7 @@ def main(argv=None):
 
 
 def train(args, device):
-    """The whole run. All ranks call it. Returns the signal that stopped it, or 0."""
+    """The whole run. All ranks call it. Returns the signal that stopped it, if any."""
     # ---- Set up
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed_all("start", args.seed)  # the same initial weights on all ranks
@@ -281,7 +281,6 @@ def train(args, device):
         epoch, done = epoch + 1, 0  # a resume at the end of an epoch comes here, too
     validate()
     say(end)
-    return 0
 
 
 def describe(args, data, device, optimizer, global_batch):
