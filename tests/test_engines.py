@@ -44,7 +44,7 @@ def test_mpirun_starts_one_script_per_node_and_a_signal_saves(hosts, mpirun, tin
     command = [*mpirun, "-N", "1", MULTI, *tiny, *ENDLESS]
     for number in (signal.SIGUSR1, signal.SIGTERM):
         run = hosts.start(0, *command)
-        step = int(run.wait_for(r"ranks: 2, cpu, fp32, hosta\n.*\nfrom step (\d+) ")[1])
+        step = int(run.wait_for(r"ranks: 2, cpu, .*\nfrom step (\d+) ")[1])
         run.wait_for(r"\nstep \d+ ")
         run.send(number)
         run.wait_for(f"stopped by signal {number:d}, saved")
@@ -93,7 +93,7 @@ def test_ray_job_that_is_stopped_or_loses_a_node_resumes(hosts, ray_nodes, tiny,
         return hosts.start(0, *words, *options, **env)
 
     run = submit("stopped", *ENDLESS)
-    run.wait_for(r"(?s)ranks: 2, cpu, fp32, host.* step \d+  loss")
+    run.wait_for(r"(?s)ranks: 2, cpu, .* step \d+  loss")
     hosts.start(0, *job, "stop", "stopped", **env).end()
     run.end()
     no_ranks(out)

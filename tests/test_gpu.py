@@ -205,9 +205,6 @@ def test_train(options, out, seen, precision, size, patch):
     said = start(size, patch, *options, TORCH_LOGS="recompiles").end()
     losses = metrics(out, "loss")
     assert losses[STEPS] < losses[1] - 0.5
-    if not ON_CPU:
-        most = float(re.search("GPU memory (.*) MiB", said)[1]) / 1024
-        assert metrics(out, "gpu_gib")[STEPS] == pytest.approx(most, abs=0.1)
     assert {t.dtype for t in load(out)["model"].values()} == {torch.float32}
     seen(f"loss {losses[1]:.2f} to {losses[STEPS]:.2f}")
     seen(re.search("GPU memory .*", said)[0])

@@ -41,7 +41,7 @@ def untouched(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("names", ["KILL", "TERM INT HUP USR1"])
+@pytest.mark.parametrize("names", ["KILL", "TERM INT HUP USR1 USR2"])
 def test_at_random_moments(tiny, out, untouched, names):
     """To one process. The run is resumed until it is done, and has the same bits."""
     for seed in range(SEED, SEED + COUNT):

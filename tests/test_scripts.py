@@ -102,7 +102,8 @@ def test_single_ignores_what_a_cluster_has_set(tmp_path):
     run = launch(SINGLE, "a b", *names.split(), env=env, cwd=tmp_path)
     said = run.end().splitlines()
     assert said[0].startswith("warning: nvidia-smi sees a GPU, but torch does not")
-    pets = "PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1"
+    pets = "PET_SHUTDOWN_TIMEOUT=100 PET_SIGNALS_TO_HANDLE="
+    pets += "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
     assert sorted(said[1:]) == [f"a b {r} 2 localhost 0 4 3 1 {pets}" for r in "01"]
 
 
@@ -317,7 +318,7 @@ def test_two_hosts_resume_after_a_rank_is_killed(hosts, tiny, tmp_path):
     env["MASTER_ADDR"] = "hosta"
     a = hosts.start(0, MULTI, *tiny, *options, "--out", tmp_path / "a", **env)
     a.wait_for("hosta: 10.77.0.1 on wire reaches hosta")
-    b.wait_for("ranks: 2, cpu, fp32, hostb\n")
+    b.wait_for("rank 0 waits for all ranks at 10.66.0.10 ")
     b.wait_for("step 30 ")
     assert not (tmp_path / "a" / "checkpoint.pt").exists()
     os.kill(children(a.pid)[-1], signal.SIGKILL)
@@ -462,18 +463,21 @@ def test_slurm_gets_the_exit_code_and_each_job_has_its_own_port(
         assert said.count(f"--rdzv-endpoint=127.0.0.1:{10000 + job % 20000} ") == 2
 
 
-def test_slurm_saves_and_requeues_on_sigusr1(slurm, tiny, monkeypatch):
-    """Slurm sends SIGUSR1 to the whole step. The ranks save, and node 0 requeues."""
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_slurm_saves_and_requeues_before_the_time_limit(
+    slurm, tiny, monkeypatch, number
+):
+    """Slurm sends it to the whole step. The ranks save, and node 0 requeues."""
     if "--signals-to-handle" not in get_args_parser().format_help():
-        pytest.skip("this version of torchrun cannot handle SIGUSR1 and ignores it")
+        pytest.skip("this version of torchrun cannot handle it and ignores it")
     monkeypatch.setenv("DRY_RUN", "")
     run = launch(MULTI, *tiny, "--epochs", 9999, "--log_every", 10)
     run.wait_for(r"\nstep \d+ ")  # not "from step 0": signals are handled later
     for pid in children(run.pid):
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if not command[1].endswith("/srun"):
-            os.kill(pid, signal.SIGUSR1)
-    run.wait_for("stopped by signal 10, saved")
+            os.kill(pid, number)
+    run.wait_for(f"stopped by signal {number:d}, saved")
     run.wait()
     requeue = f"scontrol requeue {os.environ['SLURM_JOB_ID']}\n"
     assert slurm.read_text().count(requeue) == 1
