@@ -22,6 +22,7 @@ import argparse
 import ast
 import collections
 import functools
+import io
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ import signal
 import sys
 import tempfile
 import time
+import tokenize
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -122,20 +124,13 @@ NOT_SURE = "not sure"
 
 
 # ---- What is changed -----------------------------------------------------------------
-BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
-OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
-OPPOSITE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
-OPPOSITE |= {"and": "or", "or": "and", "|": "&", "+": "-", "-": "+"}
-OPPOSITE |= {"*": "/", "/": "*", "//": "%", "%": "//"}
+# {operator: what takes its place}, by kind. Each comparison also moves its boundary.
+COMPARISONS = {"<": "<= >=", "<=": "< >", ">": ">= <=", ">=": "> <", "==": "!="}
+COMPARISONS |= {"!=": "==", "is": "is not", "in": "not in", "not in": "in"}
+OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "%", "%": "//", "|": "&"}
+OPERATORS |= {"+=": "-=", "-=": "+=", "|=": "&=", "and": "or", "or": "and"}
 NO_ELEMENT = "*()"  # of a list
 NO_ENTRY = "**{}"  # of a dict or a call
-# {kind of node: (the fields with its operands, what its changes are called)}
-OPERANDS = {
-    ast.Compare: (("left", "comparators"), "comparison"),
-    ast.BoolOp: (("values",), "and/or"),
-    ast.BinOp: (("left", "right"), "operator"),
-    ast.AugAssign: (("target", "value"), "operator"),
-}
 
 
 class Change(NamedTuple):
@@ -144,23 +139,16 @@ class Change(NamedTuple):
     text: str  # of the changed program
 
 
-def find_statements(node):
-    """(kind, begin, end, new text)"""
+def find_in_tree(node, text):
+    """(kind, begin, end, new text) of what becomes of this node."""
     others = ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_docstring = isinstance(node, ast.Expr) and is_text(node.value)
     if isinstance(node, (ast.If, ast.While, ast.IfExp)):
         yield "condition", node.test.begin, node.test.end, "True"
         yield "condition", node.test.begin, node.test.end, "False"
     elif isinstance(node, ast.stmt) and not isinstance(node, others):
         if not is_docstring:
             yield "statement", node.begin, node.end, "pass"
-
-
-def find_values(node, text):
-    if isinstance(node, ast.Constant):
-        yield from find_constants(node)
-    if type(node) in OPERANDS:
-        yield from find_operators(node, text)
     if isinstance(node, ast.keyword) and node.arg not in ("default", "help", "metavar"):
         yield "keyword", node.begin, node.end, NO_ENTRY
     if isinstance(node, ast.Dict):
@@ -169,81 +157,58 @@ def find_values(node, text):
                 yield "name in a list", key.begin, value.end, NO_ENTRY
     if isinstance(node.parent, (ast.List, ast.Tuple, ast.Set)) and is_name(node):
         yield "name in a list", node.begin, node.end, NO_ELEMENT
-    if isinstance(node, ast.Call):
-        yield from find_calls(node, text)
+    if is_text(node) and isinstance(node.parent, (ast.keyword, ast.arguments)):
+        if getattr(node.parent, "arg", "default") == "default":
+            yield "default", node.begin, node.end, repr(f"{node.value}x")
     if isinstance(node, ast.With) and node.items[0].optional_vars is None:
         yield "block", node.begin, node.items[0].context_expr.end, "if True"
-    yield from find_names(node, text)
+    if isinstance(node, ast.Call):
+        # x.float() becomes x, and max(x, y) becomes x, and y.
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if isinstance(node.func, ast.Attribute) and name in DROPPED:
+            yield "call", node.func.value.end, node.end, ""
+        if isinstance(node.func, ast.Name) and name in [*DROPPED, "min", "max"]:
+            for argument in node.args:
+                new = f"({text[argument.begin : argument.end]})"
+                yield "call", node.begin, node.end, new
 
 
-def find_constants(node):
-    """Each number; each default of a parameter or of an option, which may be a text."""
-    is_option = getattr(node.parent, "arg", None) == "default"
-    is_default = is_option or isinstance(node.parent, ast.arguments)
-    kind = "default" if is_default else "number"
-    if type(node.value) is int:
-        yield kind, node.begin, node.end, str(node.value + 1)
-    if type(node.value) is float:
-        larger = float(f"{10 * node.value:g}") or 1.0
-        yield kind, node.begin, node.end, str(larger)
-    if is_text(node) and is_default:
-        yield kind, node.begin, node.end, repr(f"{node.value}x")
+def find_in_tokens(text, starts):
+    """The same of each number, operator and name."""
+    words = {word for group in ALIKE.split(",") for word in group.split()}
+    function = ""
+    previous = ""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for token, following in itertools.pairwise(tokens):
+        begin = starts[token.start[0] - 1] + token.start[1]
+        end = begin + len(token.string)
+        old = token.string
+        if previous == "def":
+            function = text[begin:].partition("\n\n\n")[0]
+        if token.type == tokenize.NUMBER:
+            value = ast.literal_eval(old)
+            larger = value + 1 if isinstance(value, int) else 10 * value or 1.0
+            yield "number", begin, end, f"{larger:g}"
+        if old in COMPARISONS and previous != "for":
+            for new in re.split(" (?!in)", COMPARISONS[old]):
+                yield "comparison", begin, end, new
+        if old in OPERATORS:
+            yield "operator", begin, end, OPERATORS[old]
+        name = old.strip("\"'")
+        if name in words and following.string != "=":
+            is_local = previous != "." and name not in ("min", "max")
+            for new in neighbors(name):
+                if re.search(rf"\b{new}\b", function if is_local else text):
+                    yield "name", begin, end, old.replace(name, new)
+        previous = old
 
 
-def find_operators(node, text):
-    """Between neighbors. A condition that is a comparison becomes True and False."""
-    fields, kind = OPERANDS[type(node)]
-    operands = []
-    for field in fields:
-        value = getattr(node, field)
-        operands += value if isinstance(value, list) else [value]
-    is_condition = getattr(node.parent, "test", None) is node
-    for left, right in itertools.pairwise(operands):
-        old = text[left.end : right.begin].strip(" ()\n")
-        begin = text.index(old, left.end)
-        old = old.removesuffix("=") if isinstance(node, ast.AugAssign) else old
-        if old in BOUNDARY:
-            yield kind, begin, begin + len(old), BOUNDARY[old]
-        if kind != "comparison" or not is_condition:
-            yield kind, begin, begin + len(old), OPPOSITE[old]
-
-
-def find_calls(node, text):
-    """x.double() becomes x, sorted(x) does, and max(x, y) becomes x, and y."""
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    if isinstance(node.func, ast.Attribute) and name in DROPPED:
-        yield "call", node.func.value.end, node.end, ""
-    if isinstance(node.func, ast.Name) and name in [*DROPPED, "min", "max"]:
-        for argument in node.args:
-            new = f"({text[argument.begin : argument.end]})"
-            yield "call", node.begin, node.end, new
-
-
-def find_names(node, text):
-    """Those of ALIKE: n, args.n and saved["n"]."""
-    whole = node
-    if isinstance(node, ast.Name):
-        name = node.id
-        begin = node.begin
-    elif isinstance(node, ast.Attribute):
-        name = node.attr
-        begin = node.end - len(name)
-    elif is_text(node) and isinstance(node.parent, ast.Subscript):
-        name = node.value
-        begin = node.begin + 1
-        whole = node.parent
-    else:
-        return
-    if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-        return
+def neighbors(name):
+    """Those next to it in ALIKE."""
     for group in ALIKE.split(","):
         for pair in itertools.pairwise(group.split()):
-            for old, new in (pair, pair[::-1]):
-                is_there = text[whole.begin : begin] + new in text
-                if isinstance(node, ast.Name):
-                    is_there = new in node.names
-                if name == old and is_there:
-                    yield "name", begin, begin + len(name), new
+            if name in pair:
+                yield pair[1 - pair.index(name)]
 
 
 def is_text(node):
@@ -258,29 +223,39 @@ def is_name(node):
     return is_read and isinstance(node, (ast.Attribute, ast.Starred))
 
 
-def walk(parent, starts, names=frozenset()):
-    """All nodes, with places in the text: those in f-strings are wrong before 3.12.
-
-    names: those of the function in which the node is.
-    """
-    if isinstance(parent, ast.FunctionDef):
-        found = [node for node in ast.walk(parent) if isinstance(node, ast.Name)]
-        names = {"min", "max", *[node.id for node in found]}
+def walk(parent, starts):
+    """All nodes, with places in the text: those in f-strings are wrong before 3.12."""
     for node in ast.iter_child_nodes(parent):
-        node.parent, node.names = parent, names
+        node.parent = parent
         if hasattr(node, "lineno"):
             node.begin = starts[node.lineno - 1] + node.col_offset
             node.end = starts[node.end_lineno - 1] + node.end_col_offset
         if not isinstance(node, ast.JoinedStr):
             yield node
-            yield from walk(node, starts, names)
+            yield from walk(node, starts)
 
 
 def find_changes():
     """{what is changed: Change}"""
+    text = SCRIPT.read_text()
+    assert text.isascii()  # ast counts bytes
+    lengths = map(len, text.splitlines(keepends=True))
+    starts = list(itertools.accumulate(lengths, initial=0))
+    found = list(find_in_tokens(text, starts))
+    for node in list(walk(ast.parse(text), starts)):
+        found += find_in_tree(node, text)
+    for right, wrong in MISTAKES.items():
+        assert text.count(right) == 1, f"not in the program, or not once: {right}"
+        begin = text.index(right)
+        found.append(("mistake", begin, begin + len(right), wrong))
     changes = {}
-
-    def add(kind, begin, end, new):
+    for kind, begin, end, new in found:
+        is_code = kind in ("statement", "condition")
+        changed = text[:begin] + new + text[end:]
+        if begin < text.index("# ---- THE RUN" if is_code else "# ---- MODEL"):
+            continue
+        if not is_valid(changed):
+            continue
         old = " ".join(text[begin:end].split())[:60]
         shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new.strip()
         before = text[:begin].rpartition("\n")[2]
@@ -288,30 +263,20 @@ def find_changes():
         what = " ".join(f"{before}{{{old} -> {shown}}}{after}".split())
         while what in changes:
             what += " again"
-        changed = text[:begin] + new + text[end:]
         changes[what] = Change(kind, text[:begin].count("\n") + 1, changed)
-
-    text = SCRIPT.read_text()
-    assert text.isascii()  # ast counts bytes
-    lengths = map(len, text.splitlines(keepends=True))
-    starts = list(itertools.accumulate(lengths, initial=0))
-    for node in list(walk(ast.parse(text), starts)):
-        found = []
-        if getattr(node, "begin", 0) > text.index("# ---- MODEL"):
-            found += find_values(node, text)
-        if getattr(node, "begin", 0) > text.index("# ---- THE RUN"):
-            found += find_statements(node)
-        for one in found:
-            add(*one)
-    for right, wrong in MISTAKES.items():
-        assert text.count(right) == 1, f"not in the program, or not once: {right}"
-        begin = text.index(right)
-        add("mistake", begin, begin + len(right), wrong)
     for part in EXCEPTIONS:
         number = sum(part in what for what in changes)
         if number == 0 or (number > 1 and "{" in part):
             sys.exit(f"an exception for {number} changes, and not for one: {part}")
     return changes
+
+
+def is_valid(text):
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 # ---- Run -----------------------------------------------------------------------------
