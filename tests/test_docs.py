@@ -27,7 +27,7 @@ import ddp_train
 import harness
 import lines
 from harness import ROOT, TINY, flatten, fork_ranks, in_ranks, launch, processes
-from recipes import recipe
+from test_recipes import apply
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -72,12 +72,12 @@ def test_diffs_lead_from_one_file_to_the_other(name):
     series = "".join(blocks(PAGES[name], "diff")).split("--- ")[1:]
     for diff in series:
         old, new = re.match(r"(.*)\n\+\+\+ (.*)\n", diff).groups()
-        found = recipe.apply(diff, (ROOT / old).read_text())
+        found = apply(diff, (ROOT / old).read_text())
         assert found == (ROOT / new).read_text(), f"{old} does not become {new}"
 
 
 def test_each_block_of_python_is_run_by_a_test():
-    words = re.findall(r'snippet\("(.+?)"\)', Path(__file__).read_text())
+    words = re.findall(r"snippet\(['\"](.+?)['\"]\)", Path(__file__).read_text())
     for page in PAGES.values():
         for code in blocks(page, "python"):
             assert any(word in code for word in words), code
@@ -100,6 +100,7 @@ def names_on_github(text):
 
 OF_OTHER_TOOLS = "--3way --index-url --pid --shm-size --nodes --exclusive --requeue"
 OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node --time --partition"
+OF_OTHER_TOOLS += " --cpus-per-task --mem"
 OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
 OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
 OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
@@ -298,6 +299,8 @@ def batch_norm():
     """With Adam, for which the bias before it must be frozen."""
     adam = {SGD: "torch.optim.Adam(model.parameters(), 1e-2)"}
     frozen = inline("model[0].bias")
+    define = snippet("class SumOverRanks").partition("def gather")[0]
+    define += snippet("class BatchNormOverRanks")
     before = {
         "nn.Tanh()": "nn.BatchNorm1d(64), nn.Tanh()",
         "    optimizer =": f"    {frozen}\n    optimizer =",
@@ -305,7 +308,7 @@ def batch_norm():
     after = {
         "nn.Tanh()": "BatchNormOverRanks(64), nn.Tanh()",
         "    wrapped =": f"    {frozen}\n    wrapped =",
-        "def score": f"{snippet('class BatchNormOverRanks')}\n\ndef score",
+        "def score": f"{define}\n\ndef score",
     }
     return before | adam, after | adam
 
@@ -313,7 +316,7 @@ def batch_norm():
 def loss_that_compares_samples():
     loss = "nn.functional.cross_entropy(found @ y.T, torch.arange(len(y)))"
     define = f"def contrastive(found, y):\n    return {loss}\n\n\ndef main"
-    gather, _, line = snippet("def gather").strip().rpartition("\n")
+    gather, _, line = snippet("class SumOverRanks").strip().rpartition("\n")
     old = "loss = nn.functional.mse_loss({}(x), y)\n            optimizer"
     before = {
         "def main": define,
@@ -492,20 +495,44 @@ def test_score_of_the_whole_set_has_the_rows_of_all_ranks_in_their_order():
             assert found == ((True, [True] * 3), list(range(8)))
 
 
+def write_program(path, changes):
+    """ddp_train.py with changes {old text: text in its place}."""
+    text = harness.SCRIPT.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
 @processes
 def test_ratio_of_two_sums_is_logged(tiny, out, tmp_path):
     """Each of the three samples has 2 errors in 3 words, and counts once."""
-    text = (ROOT / "ddp_train.py").read_text()
-    sums = '{"errors": 2 * len(x), "words": 3 * len(x), "count": len(x)}'
-    for old, new in {
-        '{"val_loss": compute_loss(model, batch) * len(x), "count": len(x)}': sums,
+    changes = {
+        '"val_loss": compute_loss(model, batch) * len(x)': '"errors": 2, "words": 3',
         "device)\n        log(": f"device)\n        {inline('means[')}\n        log(",
-    }.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (tmp_path / "program.py").write_text(text)
-    launch(sys.executable, tmp_path / "program.py", *tiny).end()
+    }
+    program = write_program(tmp_path / "program.py", changes)
+    launch(sys.executable, program, *tiny).end()
     assert list(harness.metrics(out, "wer").values()) == pytest.approx([2 / 3] * 4)
+
+
+@pytest.mark.recipes
+def test_model_from_hugging_face_trains(tiny, out, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "gpt2"
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    config = transformers.GPT2Config(**shape, vocab_size=256)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    block = snippet("AutoModelForCausalLM").replace('"gpt2"', f'"{folder}"')
+    changes = {"# ---- DATA": f"{block}\n\n# ---- DATA"}
+    program = write_program(tmp_path / "program.py", changes)
+    launch(*harness.torchrun(2, program, *tiny)).end()
+    transformers.AutoModelForCausalLM.from_config(config).load_state_dict(
+        harness.load(out)["model"]
+    )
+    first, *_, last = harness.metrics(out, "val_loss").values()
+    assert last < first - 0.1
 
 
 @processes
