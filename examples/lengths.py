@@ -27,16 +27,15 @@ class BatchesByLength(ddp.ResumableSampler):
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator).tolist()
-        batches = len(order) // BATCH
-        order = order[: batches * BATCH]  # before sorting, so that any may be left out
+        # Leave out less than a batch. After sorting, it would always be the longest.
+        order = order[: len(order) // BATCH * BATCH]
         by_length = []
-        # Eight batches at a time, so that each epoch has different batches.
-        for i in range(0, len(order), 8 * BATCH):
+        for i in range(0, len(order), 8 * BATCH):  # all at once: no epoch would differ
             by_length += sorted(order[i : i + 8 * BATCH], key=self.dataset.__getitem__)
-        for i in torch.randperm(batches, generator=generator)[self.start // BATCH :]:
-            # DDP: all ranks make the same batches, and each takes its share of each.
-            batch = by_length[i * BATCH : (i + 1) * BATCH]
-            yield batch[self.rank :: self.num_replicas]
+        batches = torch.randperm(len(order) // BATCH, generator=generator).tolist()
+        for i in batches[self.start // BATCH :]:
+            # All ranks make the same batch, and each takes its share of it.
+            yield by_length[i * BATCH : (i + 1) * BATCH][self.rank :: self.num_replicas]
 
 
 def collate(samples):
@@ -102,7 +101,7 @@ def main(device):
             logits = wrapped(words.to(device), max(widths)).flatten(0, 1)
             labels = labels.to(device).flatten()
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            # DDP: it divides by the number of ranks, but we want the mean per word.
+            # DDP divides by the number of ranks. We want to divide by all their words.
             loss = loss * world_size / sum(counts)
             optimizer.zero_grad()
             loss.backward()

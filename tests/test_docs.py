@@ -98,14 +98,15 @@ def names_on_github(text):
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-OF_OTHER_TOOLS = "--3way --index-url --pid --shm-size --nodes --exclusive --requeue"
-OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node --time --partition"
-OF_OTHER_TOOLS += " --cpus-per-task --mem"
-OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
-OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
-OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
-OF_OTHER_TOOLS += " --compare --ranks --link --skip --steps --quick"  # tests/check.py
-OF_OTHER_TOOLS += " --values"  # tests/lines.py
+# Options of git, pip, py-spy, Docker, Slurm, Ray, torchrun, torchfrtrace, open_clip, of
+# the check and of lines.py
+OF_OTHER_TOOLS = """
+    --3way --full-index --index-url --pid --shm-size --nodes --exclusive --requeue
+    --signal --gpus-per-node --ntasks-per-node --time --partition --cpus-per-task --mem
+    --working-dir --runtime-env-json --shutdown-timeout --signals-to-handle --prefix
+    --gather-with-grad --local-loss
+    --compare --ranks --link --skip --steps --quick --json --values
+"""
 
 
 @each_page
