@@ -408,7 +408,7 @@ def test_best_checkpoint_tracker_and_early_stopping(tmp_path):
 def test_run_starts_from_a_checkpoint_of_one_gpu(tmp_path):
     state = '{"model": model.state_dict(), "optimizer": optimizer.state_dict()}'
     change = {'model.state_dict(), "model.pt"': f'{state}, "old.pt"'}
-    run_example(1, "before.py", tmp_path, change)
+    before = losses(run_example(1, "before.py", tmp_path, change)[0])
     block = textwrap.indent(snippet("if saved is None"), " " * 4)
     change = {"    def save()": f"{block}\n    def save()"}
     run_example(1, "resumed.py", tmp_path, change)
@@ -416,7 +416,7 @@ def test_run_starts_from_a_checkpoint_of_one_gpu(tmp_path):
     (tmp_path / "out/resumed.pt").unlink()
     texts = run_example(2, "resumed.py", tmp_path, change)
     assert_close(saved(tmp_path), expected)
-    assert losses(texts[0])[0] < 0.08  # it has learned before: else it is XX
+    assert losses(texts[0])[0] < before[2]  # it goes on learning
 
 
 def test_weights_of_another_run_are_loaded(tmp_path, monkeypatch):
