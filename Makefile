@@ -80,7 +80,7 @@ test-gpu: .venv/.tests ## what only a GPU can show, with a table at the end
 	$(PYTEST) -s -rs $(ARGS) tests/test_gpu.py
 
 test-recipes: .venv/.tests ## run each recipe on two ranks
-	$(PIP) scikit-learn==1.7.2 transformers==4.57.6
+	$(PIP) transformers==5.24.0
 	$(PYTEST) -m recipes $(ARGS) tests
 
 lint: .venv/.tests ## ruff and shellcheck
@@ -91,8 +91,10 @@ lint: .venv/.tests ## ruff and shellcheck
 bench: setup ## speed against the bare loop, on this machine
 	$(VENV_PYTHON) benchmarks/bench.py $(ARGS)
 
-recipe: setup ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
-	@$(VENV_PYTHON) recipes/recipe.py $(R) $(OUT)
+recipe: $(R:%=recipes/%.diff) ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
+	@test ! -e $(OUT) || { echo "$(OUT) already exists"; exit 1; }
+	@cp ddp_train.py $(OUT)
+	@cat $^ | patch -s -r - --no-backup-if-mismatch $(OUT) || { rm $(OUT); exit 1; }
 
 figures: .venv/.tests ## draw docs/same_curve.svg from runs on the CPU: a minute
 	$(VENV_PYTHON) benchmarks/figures.py

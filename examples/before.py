@@ -1,6 +1,8 @@
-"""An ordinary script for one GPU, or for the CPU: it learns the sine of 8 numbers.
+"""It learns the sine of 8 numbers. docs/your-script.md shows how each becomes the next:
 
-python examples/before.py
+before.py    on one GPU or the CPU: python examples/before.py
+ported.py    on several: PYTHONPATH=. torchrun --nproc_per_node=2 examples/ported.py
+resumed.py   and it resumes after a stop or a kill
 """
 
 import torch

@@ -1,6 +1,8 @@
-"""before.py on several GPUs, or in several processes on the CPU.
+"""It learns the sine of 8 numbers. docs/your-script.md shows how each becomes the next:
 
-PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/ported.py
+before.py    on one GPU or the CPU: python examples/before.py
+ported.py    on several: PYTHONPATH=. torchrun --nproc_per_node=2 examples/ported.py
+resumed.py   and it resumes after a stop or a kill
 """
 
 import torch
@@ -32,16 +34,14 @@ def main(device):
     val_samples = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, 64, sampler=val_samples)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)).to(device)
-    wrapped = model
-    if world_size > 1:
-        wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
     step = 0
     for epoch in range(3):
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
         for x, y in loader:
-            ddp.seed_all("step", 0, step, rank)  # dropout differs between ranks
+            ddp.seed_all("step", 0, step, rank)  # each rank draws its own dropout
             step += 1
             x, y = x.to(device), y.to(device)
             loss = nn.functional.mse_loss(wrapped(x), y)

@@ -1,46 +1,17 @@
-"""ported.py that resumes after a stop or a kill, and adds noise to each sample.
+"""It learns the sine of 8 numbers. docs/your-script.md shows how each becomes the next:
 
-PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/resumed.py
+before.py    on one GPU or the CPU: python examples/before.py
+ported.py    on several: PYTHONPATH=. torchrun --nproc_per_node=2 examples/ported.py
+resumed.py   and it resumes after a stop or a kill
 """
-
-import zlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_train as ddp
-
-
-class SamplerWithEpoch(ddp.ResumableSampler):
-    """Its indices are pairs (epoch, i), so that workers know the epoch."""
-
-    def __iter__(self):
-        epoch = self.epoch
-        return iter([(epoch, i) for i in super().__iter__()])
-
-
-class Noisy(Dataset):
-    """The noise depends only on the epoch and the sample.
-
-    It is the same for any number of ranks and workers, and after a resume.
-    """
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        epoch, i = index
-        seed = zlib.crc32(repr(("noise", 0, epoch, i)).encode())
-        generator = torch.Generator().manual_seed(seed)
-        x, y = self.dataset[i]
-        return x + 0.1 * torch.randn(8, generator=generator), y
 
 
 def score(model, batch):
@@ -53,29 +24,24 @@ def main(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x = torch.randn(1300, 8)
-    train_set = Noisy(TensorDataset(x[:1001], x[:1001].sin()))
+    train_set = TensorDataset(x[:1001], x[:1001].sin())
     val_set = TensorDataset(x[1001:], x[1001:].sin())
-    sampler = SamplerWithEpoch(train_set, seed=0)
+    sampler = ddp.ResumableSampler(train_set, seed=0)
     if 32 % world_size != 0:
         raise SystemExit(f"{world_size} ranks cannot share a batch of 32 equally")
     batch_size = 32 // world_size  # per rank
-    options = ddp.loading_options(device, workers=0)
-    options |= {"sampler": sampler, "drop_last": True}
-    loader = DataLoader(train_set, batch_size, **options)
+    loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
     val_samples = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, 64, sampler=val_samples)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)).to(device)
-    wrapped = model
-    if world_size > 1:
-        wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
 
-    path = Path("out/resumed.pt")
-    ddp.lock(path.parent)
+    ddp.lock("out")  # against a second run in this folder
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     step, epoch, done = 0, 0, 0  # done: samples of this epoch, over all ranks
-    saved = ddp.load_checkpoint(path)
+    saved = ddp.load_checkpoint("out/resumed.pt")
     if saved is not None:
         step, epoch, done = saved["step"], saved["epoch"], saved["done"]
         for name, part in parts.items():
@@ -83,13 +49,13 @@ def main(device):
 
     def save():
         states = {name: part.state_dict() for name, part in parts.items()}
-        ddp.save_checkpoint(path, step, epoch=epoch, done=done, **states)
+        ddp.save_checkpoint("out/resumed.pt", step, epoch=epoch, done=done, **states)
 
     stop = ddp.StopSignal()
     while epoch < 3:
-        sampler.set_epoch(epoch, done)
+        sampler.set_epoch(epoch, done)  # it skips the samples that are done
         for x, y in loader:
-            ddp.seed_all("step", 0, step, rank)  # dropout differs between ranks
+            ddp.seed_all("step", 0, step, rank)  # each rank draws its own dropout
             step += 1
             x, y = x.to(device), y.to(device)
             loss = nn.functional.mse_loss(wrapped(x), y)

@@ -1,17 +1,19 @@
 """Tests of README.md, docs/ and examples/.
 
-Each diff on a page is part of the real one. What a page names exists. The examples run.
+What a page names exists. Its diffs are applied, its Python is run; so are the examples.
 """
 
 import argparse
 import contextlib
-import difflib
 import functools
 import itertools
 import os
+import random
 import re
 import runpy
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_train
+import harness
 import lines
-from harness import ROOT, flatten, fork_ranks, in_ranks, processes
+from harness import ROOT, TINY, flatten, fork_ranks, in_ranks, launch, processes
+from test_recipes import apply
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-OWN = PAGES["docs/your-script.md"]
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 each_page = pytest.mark.parametrize("name", PAGES)
 
@@ -48,28 +51,36 @@ def commands(text):
     return "".join(blocks(text, "sh")).splitlines() + spans(text)
 
 
+def snippet(word):
+    """The block of Python on a page in which this word is."""
+    code = [code for page in PAGES.values() for code in blocks(page, "python")]
+    (code,) = [code for code in code if word in code]
+    return textwrap.dedent(code)
+
+
+def inline(beginning):
+    """The span of code on a page that begins like this."""
+    found = {span for page in PAGES.values() for span in spans(page)}
+    (code,) = [span for span in found if span.startswith(beginning)]
+    return code
+
+
 # ---- What the pages show and name ----------------------------------------------------
 @each_page
-def test_diffs_are_those_of_the_files(name):
-    """Where a line begins with @@, a page may leave out lines of the diff.
+def test_diffs_lead_from_one_file_to_the_other(name):
+    """A block without the names of the files continues the one before it."""
+    series = "".join(blocks(PAGES[name], "diff")).split("--- ")[1:]
+    for diff in series:
+        old, new = re.match(r"(.*)\n\+\+\+ (.*)\n", diff).groups()
+        found = apply(diff, (ROOT / old).read_text())
+        assert found == (ROOT / new).read_text(), f"{old} does not become {new}"
 
-    A block without the names of the files shows more of the diff before it.
-    """
-    for code in blocks(PAGES[name], "diff"):
-        head, *parts = re.split(r"^@@.*\n", code, flags=re.MULTILINE)
-        named = re.fullmatch(r"--- (.*)\n\+\+\+ (.*)\n", head)
-        if named:
-            texts = [(ROOT / path).read_text().splitlines() for path in named.groups()]
-            whole = [line.rstrip() for line in difflib.unified_diff(*texts, n=10**6)]
-        else:
-            parts.insert(0, head)
-        place = 0
-        for part in parts:
-            lines = [line.rstrip() for line in part.splitlines()]
-            while whole[place : place + len(lines)] != lines:
-                place += 1
-                assert place < len(whole), f"not in the diff, or not here:\n{part}"
-            place += len(lines)
+
+def test_each_block_of_python_is_run_by_a_test():
+    words = re.findall(r"snippet\(['\"](.+?)['\"]\)", Path(__file__).read_text())
+    for page in PAGES.values():
+        for code in blocks(page, "python"):
+            assert any(word in code for word in words), code
 
 
 @each_page
@@ -87,13 +98,15 @@ def names_on_github(text):
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-OF_OTHER_TOOLS = "--3way --index-url --pid --shm-size --nodes --exclusive --requeue"
-OF_OTHER_TOOLS += " --signal --gpus-per-node --ntasks-per-node --time --partition"
-OF_OTHER_TOOLS += " --working-dir --runtime-env-json"  # ray
-OF_OTHER_TOOLS += " --shutdown-timeout --signals-to-handle"  # torchrun 2.9 lacks them
-OF_OTHER_TOOLS += " --prefix"  # torchfrtrace
-OF_OTHER_TOOLS += " --compare --ranks --link --skip --steps --quick"  # tests/check.py
-OF_OTHER_TOOLS += " --values"  # tests/lines.py
+# Options of git, pip, py-spy, Docker, Slurm, Ray, torchrun, torchfrtrace, open_clip, of
+# the check and of lines.py
+OF_OTHER_TOOLS = """
+    --3way --full-index --index-url --pid --shm-size --nodes --exclusive --requeue
+    --signal --gpus-per-node --ntasks-per-node --time --partition --cpus-per-task --mem
+    --working-dir --runtime-env-json --shutdown-timeout --signals-to-handle --prefix
+    --gather-with-grad --local-loss
+    --compare --ranks --link --skip --steps --quick --json --values
+"""
 
 
 @each_page
@@ -116,9 +129,17 @@ def test_changes_of_lines_py_fit_the_program():
 
 # ---- The examples --------------------------------------------------------------------
 DROPOUT = {"nn.Tanh()": "nn.Tanh(), nn.Dropout(0.1)"}
-FLOAT64 = "torch.set_default_dtype(torch.float64)"
-FLOAT64 = {"torch.manual_seed": f"{FLOAT64}; torch.manual_seed"}
-assert_close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+SGD = "torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)"
+
+
+def assert_close(a, b, atol=1e-6):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def float64(change):
+    """The change, and float64 as your-script.md says it."""
+    line = inline("torch.set_default_dtype")
+    return {**change, "from torch import nn\n": f"from torch import nn\n\n{line}\n"}
 
 
 def run_example(size, name, folder, change=None, fault="", code=0):
@@ -152,7 +173,7 @@ def saved(folder, name="model.pt"):
 @processes
 def test_idea_in_the_readme_trains_as_the_example_does_on_one_and_two_ranks(tmp_path):
     """The lines that a reader may paste run as they stand."""
-    (code,) = blocks(PAGES["README.md"], "python")
+    code = snippet("dist.init_process_group")
 
     def rank():
         os.chdir(tmp_path)
@@ -169,11 +190,9 @@ def test_idea_in_the_readme_trains_as_the_example_does_on_one_and_two_ranks(tmp_
 @processes
 def test_ported_script_ends_with_the_weights_of_the_script_before(tmp_path):
     expected = losses(run_example(1, "before.py", tmp_path / "before")[0])
-    runs = [(size, "ported.py", {}) for size in (1, 2, 4)]
-    runs.append((2, "resumed.py", {"0.1 * torch.randn": "0.0 * torch.randn"}))
-    for size, script, change in runs:
+    for size, script in ((1, "ported.py"), (2, "ported.py"), (4, "resumed.py")):
         folder = tmp_path / f"{script} on {size}"
-        found = losses(run_example(size, script, folder, change)[0])
+        found = losses(run_example(size, script, folder)[0])
         assert found == pytest.approx(expected, rel=0, abs=3e-6)  # they are rounded
         assert_close(saved(folder), saved(tmp_path / "before"))
 
@@ -197,31 +216,15 @@ def test_batch_that_ranks_cannot_share_is_refused_in_one_line(name, tmp_path):
 
 
 @processes
-def test_noise_is_the_same_on_any_number_of_ranks(tmp_path):
-    """And that of the old script, if this draws with the same seed."""
-    seed, draw = inline('ddp.seed_all("noise", 0'), inline("torch.randn(32, 8)")
-    change = {
-        "import torch\n": "import ddp_train as ddp\nimport torch\n",
-        "for x, y in loader": "for step, (x, y) in enumerate(loader, 31 * epoch)",
-        "loss = nn": f"{seed}; x = x + 0.1 * torch.randn(32, 8); loss = nn",
-    }
-    run_example(1, "before.py", tmp_path, change | FLOAT64)
-    expected = saved(tmp_path)
-    change = {
-        'ddp.seed_all("step"': f'{seed}; noise = {draw}; ddp.seed_all("step"',
-        "wrapped(x)": "wrapped(x + 0.1 * noise)",
-    }
-    for size in (1, 2, 4):
-        run_example(size, "ported.py", tmp_path, change | FLOAT64)
-        torch.testing.assert_close(saved(tmp_path), expected, rtol=0, atol=1e-12)
-
-
-@processes
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_resumed_script_has_the_same_bits(size, tmp_path):
     """An epoch has 31 steps. It saves at its end, and each 20 steps."""
+    change = DROPOUT
+    if size == 4:  # otherwise DDP adds in another order after a resume
+        wrapped = f"DistributedDataParallel(model, {inline('find_unused')})"
+        change = {**DROPOUT, "DistributedDataParallel(model)": wrapped}
     untouched, parts = tmp_path / "untouched", tmp_path / "parts"
-    run_example(size, "resumed.py", untouched, DROPOUT)
+    run_example(size, "resumed.py", untouched, change)
     for call, step in (
         ("StopSignal.requested 25 SIGTERM", 25),  # in mid-epoch
         ("StopSignal.requested 10 SIGKILL", 31),  # in step 35
@@ -230,58 +233,206 @@ def test_resumed_script_has_the_same_bits(size, tmp_path):
         ("StopSignal.requested 23 SIGKILL", 80),  # in step 85
         ("", 93),
     ):
-        run_example(size, "resumed.py", parts, DROPOUT, call and f"{call} {size - 1}")
+        run_example(size, "resumed.py", parts, change, call and f"{call} {size - 1}")
         assert saved(parts, "out/resumed.pt")["step"] == step
     for name in ("model.pt", "out/resumed.pt"):
         assert flatten(saved(parts, name)) == flatten(saved(untouched, name))
 
 
 @processes
-def test_resumed_script_is_exact_on_fewer_ranks_and_with_workers(tmp_path):
-    one, parts, workers = tmp_path / "one", tmp_path / "parts", tmp_path / "workers"
-    run_example(1, "resumed.py", one)
-    run_example(2, "resumed.py", parts, fault="StopSignal.requested 45 SIGTERM 0")
-    run_example(1, "resumed.py", parts)
-    assert_close(saved(parts), saved(one))
-    run_example(1, "resumed.py", workers, {"workers=0": "workers=2"})
-    assert flatten(saved(workers)) == flatten(saved(one))
+def test_sentences_of_different_lengths_train_alike_on_any_number_of_ranks(tmp_path):
+    texts = []
+    for size in (1, 2, 3):
+        texts += run_example(size, "lengths.py", tmp_path / f"{size}", float64({}))[:1]
+        assert_close(saved(tmp_path / f"{size}"), saved(tmp_path / "1"), 1e-12)
+    first, *others = [re.findall(r"epoch .*", text) for text in texts]
+    assert others == [first, first]
+    assert losses("\n".join(first))[2] < 0.1
+
+
+@processes
+def test_batches_by_length_hold_each_sentence_once_and_resume():
+    lengths = random.Random(0).choices(range(5, 50), k=1001)
+
+    def rank():
+        with ddp_train.distributed("cpu"):
+            names = runpy.run_path(str(ROOT / "examples" / "lengths.py"))
+            sampler = names["BatchesByLength"](lengths, seed=0)
+            sampler.set_epoch(1)
+            batches = list(sampler)
+            sampler.set_epoch(1, 2 * 32)
+            assert list(sampler) == batches[2:] and len(sampler) == 29
+            return batches
+
+    batches = [sum(parts, []) for parts in zip(*in_ranks(3, rank))]
+    assert len(set(sum(batches, []))) == sum(map(len, batches)) == 31 * 32
+    for batch in batches:
+        assert max(lengths[i] for i in batch) - min(lengths[i] for i in batch) < 16
+
+
+@processes
+def test_ranks_started_by_spawn_train_as_others_do(data, tmp_path):
+    options = [*TINY, "--data", data, "--out"]
+    harness.train(2, *options, tmp_path / "a")
+    command = [sys.executable, ROOT / "examples" / "spawn.py", 2]
+    port = {"MASTER_PORT": str(harness.free_port())}
+    launch(*command, *options, tmp_path / "b", env=port).end()
+    harness.assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+# ---- Code of the pages, in the examples ----------------------------------------------
+def noise():
+    """The same as that of the old script, if this draws with the same seed."""
+    seed, draw = inline('ddp.seed_all("noise", 0'), inline("torch.randn(32, 8)")
+    before = {
+        "import torch\n": "import ddp_train as ddp\nimport torch\n",
+        "for x, y in loader": "for step, (x, y) in enumerate(loader, 31 * epoch)",
+        "loss = nn": f"{seed}; x = x + 0.1 * torch.randn(32, 8); loss = nn",
+    }
+    after = {
+        'ddp.seed_all("step"': f'{seed}; noise = {draw}; ddp.seed_all("step"',
+        "wrapped(x)": "wrapped(x + 0.1 * noise)",
+    }
+    return before, after
+
+
+def batch_norm():
+    """With Adam, for which the bias before it must be frozen."""
+    adam = {SGD: "torch.optim.Adam(model.parameters(), 1e-2)"}
+    frozen = inline("model[0].bias")
+    define = snippet("class SumOverRanks").partition("def gather")[0]
+    define += snippet("class BatchNormOverRanks")
+    before = {
+        "nn.Tanh()": "nn.BatchNorm1d(64), nn.Tanh()",
+        "    optimizer =": f"    {frozen}\n    optimizer =",
+    }
+    after = {
+        "nn.Tanh()": "BatchNormOverRanks(64), nn.Tanh()",
+        "    wrapped =": f"    {frozen}\n    wrapped =",
+        "def score": f"{define}\n\ndef score",
+    }
+    return before | adam, after | adam
+
+
+def loss_that_compares_samples():
+    loss = "nn.functional.cross_entropy(found @ y.T, torch.arange(len(y)))"
+    define = f"def contrastive(found, y):\n    return {loss}\n\n\ndef main"
+    gather, _, line = snippet("class SumOverRanks").strip().rpartition("\n")
+    old = "loss = nn.functional.mse_loss({}(x), y)\n            optimizer"
+    before = {
+        "def main": define,
+        old.format("model"): "loss = contrastive(model(x), y)\n            optimizer",
+    }
+    after = {
+        "def main": f"{gather}\n\n{define}",
+        old.format("wrapped"): line.replace("labels", "y") + "\n            optimizer",
+    }
+    return before, after
+
+
+def dropout():
+    """The script before cannot have it: one rank takes its place."""
+    after = {
+        "nn.Tanh()": "nn.Tanh(), GlobalDropout()",
+        'ddp.seed_all("step", 0, step, rank)': inline('ddp.seed_all("step", 0, step)'),
+        "def score": f"{snippet('class GlobalDropout')}\n\ndef score",
+    }
+    return None, after
+
+
+@processes
+@pytest.mark.parametrize(
+    "case", [noise, batch_norm, loss_that_compares_samples, dropout]
+)
+def test_any_number_of_ranks_trains_as_one_process_does(case, tmp_path):
+    before, after = case()
+    if before is None:
+        run_example(1, "ported.py", tmp_path, float64(after))
+    else:
+        run_example(1, "before.py", tmp_path, float64(before))
+    expected = saved(tmp_path)
+    for size in (2, 4):
+        run_example(size, "ported.py", tmp_path, float64(after))
+        assert_close(saved(tmp_path), expected, 1e-12)
+
+
+@processes
+def test_dataset_that_draws_is_exact_after_a_resume_and_with_workers(tmp_path):
+    options = inline("DataLoader(train_set, **options").partition("**ddp")[2]
+    define = snippet("class SamplerWithEpoch")
+    change = {
+        "def score": f"{define}\n\ndef score",
+        "ddp.ResumableSampler(train_set": "SamplerWithEpoch(train_set",
+        "train_set = Tensor": "train_set = Noisy(Tensor",
+        "x[:1001].sin())": "x[:1001].sin()))",
+    }
+    workers = {"sampler=sampler, drop": f"sampler=sampler, **ddp{options[:-1]}, drop"}
+    change, workers = float64(change), float64(change | workers)
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    run_example(1, "resumed.py", one, change)
+    stop = "StopSignal.requested 45 SIGTERM 0"
+    run_example(2, "resumed.py", parts, change, fault=stop)
+    run_example(1, "resumed.py", parts, workers)
+    assert_close(saved(parts), saved(one), 1e-12)
 
 
 @processes
 def test_best_checkpoint_tracker_and_early_stopping(tmp_path):
     """The loss rises. So the first epoch is the best, and the third is the last."""
-    added = textwrap.indent(snippet("tracker"), " " * 8)
-    writer = "type('', (), {'add_scalar': lambda *a: print('tracked', *a[2:])})()"
+    writer = "type('', (), {'add_scalar': lambda *a: print('tracked', *a[1:])})()"
     begin = f"import math; SummaryWriter = lambda folder: {writer}; "
     begin += f"{inline('best, best_epoch')}\n    {inline('if rank == 0: tracker')}\n"
+    in_step = textwrap.indent(snippet("mean_over_ranks"), " " * 12)
+    after_epoch = textwrap.indent(snippet("best_epoch"), " " * 8)
     change = {
-        "0.2, momentum=0.9": "1e-3, maximize=True",
+        SGD: "torch.optim.SGD(model.parameters(), 1e-3, maximize=True)",
         "    stop = ddp": f"    {begin}    stop = ddp",
         "while epoch < 3:": inline("while epoch <").replace("< 3", "< 30"),
-        "        epoch, done = epoch": f"{added}        epoch, done = epoch",
+        "            done += batch_size": f"{in_step}            done += batch_size",
+        "        epoch, done = epoch": f"{after_epoch}        epoch, done = epoch",
     }
+    tracked = [r"tracked loss (\S+) (\d+)", r"tracked val_loss (\S+) (\d+)"]
+    first = run_example(1, "resumed.py", tmp_path / "one", change)[0]
     texts = run_example(2, "resumed.py", tmp_path, change)
-    assert [text.count("tracked") for text in texts] == [3, 0]
-    first, _, third = re.findall(r"tracked (\S+) (\d+)", texts[0])
-    assert first[0] < third[0] and third[1] == "93"
+    assert "tracked" not in texts[1]
+    for pattern, steps in zip(tracked, (["20", "40", "60", "80"], ["31", "62", "93"])):
+        found, expected = re.findall(pattern, texts[0]), re.findall(pattern, first)
+        assert [step for _, step in found] == steps
+        assert [float(loss) for loss, _ in found] == pytest.approx(
+            [float(loss) for loss, _ in expected]
+        )
     assert saved(tmp_path, "out/best.pt")["step"] == 31
 
 
-# ---- Code in the text of your-script.md ----------------------------------------------
-def inline(beginning):
-    (code,) = [span for span in spans(OWN) if span.startswith(beginning)]
-    return code
-
-
-def snippet(word):
-    """The block of Python in which this word is."""
-    (code,) = [code for code in blocks(OWN, "python") if word in code]
-    return textwrap.dedent(code)
-
-
 @processes
-def test_accumulated_loss_per_token_is_that_of_one_rank():
-    """One step of three batches, each of four sequences of different lengths."""
+def test_run_starts_from_a_checkpoint_of_one_gpu(tmp_path):
+    state = '{"model": model.state_dict(), "optimizer": optimizer.state_dict()}'
+    change = {'model.state_dict(), "model.pt"': f'{state}, "old.pt"'}
+    before = losses(run_example(1, "before.py", tmp_path, change)[0])
+    block = textwrap.indent(snippet("if saved is None"), " " * 4)
+    change = {"    def save()": f"{block}\n    def save()"}
+    run_example(1, "resumed.py", tmp_path, change)
+    expected = saved(tmp_path)
+    (tmp_path / "out/resumed.pt").unlink()
+    texts = run_example(2, "resumed.py", tmp_path, change)
+    assert_close(saved(tmp_path), expected)
+    assert losses(texts[0])[0] < before[2]  # it goes on learning
+
+
+def test_weights_of_another_run_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, old = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
+    torch.save(old, "old.pt")
+    exec(inline("model.load_state_dict(torch.load("), {"torch": torch, "model": model})
+    assert_close(dict(model.state_dict()), dict(old))
+    wrapped = {f"module.{name}": value for name, value in old.items()}
+    assert eval(inline("{k.removeprefix"), {"old": wrapped}) == old
+
+
+# ---- Code of the pages, alone --------------------------------------------------------
+@processes
+def test_accumulated_loss_per_token_is_that_of_one_process():
+    """Steps of three batches, the last of two, of sequences of different lengths."""
 
     def rank():
         with ddp_train.distributed("cpu"):
@@ -289,19 +440,34 @@ def test_accumulated_loss_per_token_is_that_of_one_rank():
             torch.manual_seed(0)
             model = nn.Linear(1, 1)
             wrapped = DistributedDataParallel(model) if world_size > 1 else model
-            batches = []
-            for _ in range(3):
+            whole = []
+            for _ in range(5):
                 mask = torch.arange(20) < torch.randint(1, 21, (4, 1))
                 x = torch.randn(4, 20, 1)
-                batches.append([rows[rank::world_size] for rows in (x, 2 * x, mask)])
-            names = {"batches": batches, "wrapped": wrapped, "contextlib": contextlib}
+                whole.append((x, 2 * x, mask))
+            mine = [[rows[rank::world_size] for rows in batch] for batch in whole]
+            names = {"loader": mine, "wrapped": wrapped, "contextlib": contextlib}
             names |= {"ddp": ddp_train, "rank": rank, "world_size": world_size}
-            names |= {"step": 0, "token_losses": squared_errors}
-            exec(snippet("tokens"), names)
-            return float(model.weight.grad)
+            names |= {"step": 0, "token_losses": squared_errors, "accum": 3}
+            names |= {"optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+            names["itertools"] = itertools
+            per_token, old = (
+                snippet("token_losses"),
+                "(losses.sum() * world_size / tokens)",
+            )
+            assert old in per_token
+            new = inline("(loss / len(batches))").partition(".")[0]
+            new = new.replace("loss", "losses.mean()")
+            results = []
+            for code in (per_token, per_token.replace(old, new)):
+                names["step"] = 0
+                exec(code, names)
+                assert names["step"] == 2
+                results.append(float(model.weight))
+            return results
 
-    gradients = [in_ranks(size, rank)[0] for size in (1, 2, 4)]
-    assert gradients == pytest.approx([gradients[0]] * 3)
+    found = [in_ranks(size, rank)[0] for size in (1, 2, 4)]
+    assert found == [pytest.approx(found[0])] * 3
 
 
 def squared_errors(found, expected):
@@ -309,28 +475,65 @@ def squared_errors(found, expected):
 
 
 @processes
-def test_score_of_the_whole_set_has_the_rows_of_all_ranks():
-    """Three samples: of four ranks, one has none. And all rows in the global order."""
+def test_score_of_the_whole_set_has_the_rows_of_all_ranks_in_their_order():
+    """Three samples: of four ranks, one has none. And equal rows of all ranks."""
 
     def rank():
         with ddp_train.distributed("cpu") as device:
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            y = torch.arange(3.0)
-            x = torch.stack([y.sin(), y.cos()], 1)
-            names = {"ddp": ddp_train, "torch": torch, "device": device}
-            names["model"] = nn.Linear(2, 1)
-            nn.init.ones_(names["model"].weight)
+            y = nn.functional.normalize(torch.arange(6.0).view(3, 2).cos())
             mine = range(rank, 3, world_size)
-            names["val_loader"] = DataLoader(TensorDataset(x, y), 2, sampler=mine)
-            names["roc_auc_score"] = zip
-            exec(snippet("roc_auc_score"), names)
-            found = sorted(names["rows"][:, 1].tolist())
+            names = {"ddp": ddp_train, "torch": torch, "device": device}
+            names |= {"model": nn.Identity(), "world_size": world_size}
+            names["val_loader"] = DataLoader(TensorDataset(y, y), 1, sampler=mine)
+            exec(snippet("recall"), names)
+            found = names["wanted"].equal(y), names["recall"].tolist()
             names["rows"] = torch.arange(8).view(8, 1)[rank::world_size]
             return found, eval(inline("torch.stack("), names).flatten().tolist()
 
     for size in (1, 4):
         for found in in_ranks(size, rank):
-            assert found == ([0.0, 1.0, 2.0], list(range(8)))
+            assert found == ((True, [True] * 3), list(range(8)))
+
+
+def write_program(path, changes):
+    """ddp_train.py with changes {old text: text in its place}."""
+    text = harness.SCRIPT.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+@processes
+def test_ratio_of_two_sums_is_logged(tiny, out, tmp_path):
+    """Each of the three samples has 2 errors in 3 words, and counts once."""
+    changes = {
+        '"val_loss": compute_loss(model, batch) * len(x)': '"errors": 2, "words": 3',
+        "device)\n        log(": f"device)\n        {inline('means[')}\n        log(",
+    }
+    program = write_program(tmp_path / "program.py", changes)
+    launch(sys.executable, program, *tiny).end()
+    assert list(harness.metrics(out, "wer").values()) == pytest.approx([2 / 3] * 4)
+
+
+@pytest.mark.recipes
+def test_model_from_hugging_face_trains(tiny, out, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "gpt2"
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    config = transformers.GPT2Config(**shape, vocab_size=256)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    block = snippet("AutoModelForCausalLM").replace('"gpt2"', f'"{folder}"')
+    changes = {"# ---- DATA": f"{block}\n\n# ---- DATA"}
+    program = write_program(tmp_path / "program.py", changes)
+    launch(*harness.torchrun(2, program, *tiny)).end()
+    transformers.AutoModelForCausalLM.from_config(config).load_state_dict(
+        harness.load(out)["model"]
+    )
+    first, *_, last = harness.metrics(out, "val_loss").values()
+    assert last < first - 0.1
 
 
 @processes
