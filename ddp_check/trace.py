@@ -53,6 +53,8 @@ class Fetch:
     key: tuple  # (number of the loader, number of its iteration)
     ids: list = dataclasses.field(default_factory=list)  # checksums of the indices
     rows: list = dataclasses.field(default_factory=list)  # checksums of the rows
+    # Checksums of the rows of each tensor by itself: whoever batches them again keeps them
+    parts: list = dataclasses.field(default_factory=list)
     data: int = 0  # checksum of sample 0 of the data set
     trains: bool = False  # a backward() followed it
     evaluates: bool = False  # a module in eval mode or without gradients got it
@@ -113,6 +115,7 @@ class Step:
     # What goes in
     fetched: list = dataclasses.field(default_factory=list)  # [Fetch]
     inputs: list = dataclasses.field(default_factory=list)  # rows that the model got
+    parts: list = dataclasses.field(default_factory=list)  # of these, as in Fetch.parts
     draws: list = dataclasses.field(default_factory=list)  # [Draw]
     # Generators beside torch's (also default_rng(), random.Random() of the script) that
     # have drawn in this step, but not while a loader yielded: {name: state after it}
