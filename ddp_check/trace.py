@@ -53,7 +53,7 @@ class Fetch:
     key: tuple  # (number of the loader, number of its iteration)
     ids: list = dataclasses.field(default_factory=list)  # checksums of the indices
     rows: list = dataclasses.field(default_factory=list)  # checksums of the rows
-    # Checksums of the rows of each tensor by itself: whoever batches them again keeps them
+    # Checksums of the rows of each tensor by itself. They stay if a batch is made again
     parts: list = dataclasses.field(default_factory=list)
     data: int = 0  # checksum of sample 0 of the data set
     trains: bool = False  # a backward() followed it
