@@ -93,7 +93,8 @@ class Run:
         """The script is not to blame for an error that the check has made."""
         if self.hangs or not any(self.codes):
             return
-        frames, error = traceback_of(self.said.get("errors", ""))
+        said = self.said.get("errors") or self.said.get("torchrun0", "")
+        frames, error = traceback_of(said)
         if frames and f'"{PACKAGE}' in frames[-1] and re.match(FAULTS, error):
             raise OwnFault("".join(frames) + error)
 
