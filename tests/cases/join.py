@@ -1,7 +1,7 @@
 # Join: the ranks have unequal numbers of batches.
 # case: one-epoch | note steps one=12 two=8; note left out
 # case: two-epochs | note steps one=24 two=16; note left out
-# case: momentum | note steps one=24 two=16; WRONG join; note left out
+# case: momentum | note steps one=24 two=16; note join; note left out
 from common import *
 
 dist.init_process_group("gloo")
