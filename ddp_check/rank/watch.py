@@ -236,9 +236,11 @@ class Watcher:
         return self.step.number, len(self.stepped)
 
     def after_step(self, optimizer, args, kwargs):
+        if self.depth == 1 and self.counts:
+            self.see_changes(optimizer)
         self.depth -= 1
-        if self.depth or not self.counts:
-            return
+
+    def see_changes(self, optimizer):
         self.note_generators()
         call = self.step_of_call()
         if self.ended is None:
@@ -311,9 +313,9 @@ class Watcher:
         step = self.ended
         step.bits = dict(self.weights.bits)
         step.finite = all(map(is_finite, self.weights.values.values()))
-        if self.gpus and self.gpus.has_own_seed():
+        if self.gpus and self.gpus._has_own_seed():
             self.marks.add("own seed")
-        if self.gpus and self.gpus.is_shared():
+        if self.gpus and self.gpus._is_shared():
             self.marks.add("shared gpu")
         if self.recording and self.recording.cut:
             self.marks.add("cut")
