@@ -306,7 +306,7 @@ def replay(launcher, report, run, samples, order=""):
             # Gradient accumulation that is divided by the number of ranks
             results = [replay_in_order(launcher, report, run, samples, "in turn")]
             break
-        if results[-1].verdict.right or not results[-1].one.steps[0]:
+        if not results[-1].verdict.wrong:  # or not judged, which no order changes
             break
     best = best_of(results)
     report.say(*judge_gradients(best.verdict, run))
