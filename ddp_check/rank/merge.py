@@ -3,6 +3,7 @@ beside the notes that a Merge takes: what could not be joined, and so on.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -277,15 +278,16 @@ def known_padding(batches, path):
                 values |= set(tensor[~mask].flatten().tolist()[:10000])
     if len(values) == 1:
         return values.pop()
-    if any(tensor.dim() != 2 or tensor.numel() == 0 for tensor in tensors):
+    if any(tensor.dim() < 2 or tensor.numel() == 0 for tensor in tensors):
         return None
-    ends = sum([tensor[:, -1].tolist() for tensor in tensors], [])
-    candidates = {v for v in ends if v == v and ends.count(v) > 1}
-    candidates = [v for v in candidates if all(ends_rows(v, t) for t in tensors)]
-    return candidates[0] if len(candidates) == 1 else None
+    ends = sum([tensor[:, -1].flatten(1).tolist() for tensor in tensors], [])
+    ends = Counter(row[0] for row in ends if len(set(row)) == 1)
+    values = [v for v, count in ends.items() if count > 1]
+    values = [v for v in values if all(ends_rows(v, t) for t in tensors)]
+    return values[0] if len(values) == 1 else None
 
 
 def ends_rows(value, tensor):
     """Whether it is only at the end of rows, and not of all of them."""
-    here = (tensor == value).long()
+    here = (tensor == value).reshape(*tensor.shape[:2], -1).all(2).long()
     return bool((here.diff(dim=1) >= 0).all()) and not bool(here[:, -1].all())
