@@ -167,8 +167,11 @@ def what_comes(parts, ranks, seconds):
     names |= {"resume": "stop and kill, and launch again", "failure": "a failure"}
     names["machines"] = "two machines"
     others = [n for n in ranks if n != 2]
-    together = 2 * (2 * ("resume" in parts) + ("failure" in parts))
-    phases = [together + 2 * ("machines" in parts), 4 * ("resume" in parts)]
+    # What is stopped, killed or fails makes about half of its steps.
+    together = (
+        2 * ("resume" in parts) + ("failure" in parts) + 2 * ("machines" in parts)
+    )
+    phases = [together, 2 * ("resume" in parts)]
     if "ranks" in parts:
         phases += [sum(others), *[1] * len([n for n in others if n > 1])]
     cores = max(2, len(os.sched_getaffinity(0)))
@@ -214,6 +217,8 @@ def parse(arguments):
     for path in [*[Path(options.script)] * (not options.is_module), *options.link]:
         if not path.exists():
             refuse(f"there is no {path}")
+    if options.json and not options.json.absolute().parent.is_dir():
+        refuse(f"--json {options.json}: there is no such folder")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", options.ranks):
         refuse(f"--ranks {options.ranks}: give two or more numbers, such as 1,2,4")
     options.ranks = sorted({2, *map(int, options.ranks.split(","))})

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -257,6 +258,7 @@ def become_torchrun(words, folder, said, environment, pipe):
         os.close(pipe)
     os.chdir(folder)
     os.environ.update(environment)
+    tempfile.tempdir = None  # look at TMPDIR again
     os.environ["CHECK_PARENT"] = str(os.getpid())
     output = os.open(said, os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):

@@ -96,7 +96,8 @@ ROWS = {
     "steps": Row(
         "all ranks make the same number of steps",
         "rank 0 makes {one} steps, rank 1 makes {two}",
-        "All ranks need the same number of batches.",
+        "All ranks need the same number of batches. Under Join they may differ, but then "
+        "so do momentum and Adam's state, and the ranks drift apart.",
         "hangs",
     ),
     "weights": Row(
@@ -105,14 +106,6 @@ ROWS = {
         "Is each loss computed with the DDP object, not with the model inside it? Are "
         "the learning rates the same on all ranks? Does one rank change weights by "
         "itself?",
-        "gradients",
-    ),
-    "join": Row(
-        "",
-        "after an epoch with uneven inputs (Join), the weights of the ranks differ: "
-        "from step {first} of rank 0 on",
-        "Join gives all ranks the same weights at its end, but not the same optimizer "
-        "state (momentum, Adam).",
         "gradients",
     ),
     "same gpu": Row(

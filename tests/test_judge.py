@@ -267,13 +267,14 @@ def test_lines_on_gradients():
 
 
 RIGHT = ["ok alone", "ok moves", "ok left", "ok steps", "ok weights"]
+# A flag that is reduced in each step trains nothing together (SpeechBrain).
+FLAG = {"ddp_forwards": 0, "collectives": 1, "floats_reduced": 1, "marks": ["wrapped"]}
 RUNS = [
     ({}, RIGHT),
     ({"ddp_forwards": 0, "collectives": 2, "floats_reduced": 9}, RIGHT),
-    # A flag that is reduced in each step trains nothing together (SpeechBrain).
-    ({"ddp_forwards": 0, "collectives": 1, "floats_reduced": 1}, RIGHT[1:]),
     ({"ddp_forwards": 0}, ["WRONG alone"]),
     ({"ddp_forwards": 0, "marks": ["wrapped"]}, ["WRONG not called"]),
+    (FLAG, RIGHT[1:]),
     ({"finite": False}, ["ok alone", "WRONG finite"]),
     ({"bits": dict.fromkeys(WEIGHTS, 0)}, ["ok alone", "WRONG moves"]),
     ({"tensor_parallel": True}, ["note tensor parallel"]),
@@ -295,6 +296,9 @@ def test_weights_that_differ():
     found, goes_on, same = first.judge_run(run)
     assert lines(found)[-1] == "WRONG weights" and found[-1].values == {"first": 7}
     assert goes_on and not same
+    run = run_of(ranks_of(**FLAG))
+    run.steps[1][7].bits["last"] = -1
+    assert lines(first.judge_run(run)[0]) == ["WRONG not called"]
 
 
 def test_a_launch_that_fails():
@@ -307,21 +311,13 @@ def test_a_launch_that_fails():
     assert lines(first.judge_run(left)[0]) == ["WRONG fails"]
 
 
-def joined(drifts):
-    """Rank 0 has 10 and rank 1 has 6 steps in each of two epochs."""
+def test_uneven_inputs_under_join():
+    """Steps that are paired by number say nothing about weights."""
     one, two = ranks_of(20, marks=["join"])
-    two = [s for s in two if s.number % 10 < 6]
-    for number, s in enumerate(two):
-        s.number = number
-        if drifts and number >= 6:
-            s.bits["last"] = -1
-    return first.judge_run(run_of([one, two]))[0]
-
-
-def test_uneven_inputs_under_join_are_compared_in_each_epoch():
-    assert lines(joined(False)) == [*RIGHT[:3], "note steps", "ok weights"]
-    found = joined(True)
-    assert lines(found)[-1] == "note join" and found[-1].values == {"first": 10}
+    for s in two:
+        s.bits = {"last": -1}
+    found = first.judge_run(run_of([one, two[:13]]))[0]
+    assert lines(found) == [*RIGHT[:3], "note steps"]
 
 
 NORMS = [
@@ -432,8 +428,12 @@ def resumed(done=5, made=6, weights=1.0, cut=0, change=None, two=None):
     return resume.judge_resume(two, stopped, again, cut)
 
 
+def lose_weights(again, stopped):
+    again.steps[0][0].place = again.steps[1][0].place = -1
+
+
 def lose_rank_1(again, stopped):
-    again.traces[1].starts[0].bits["last"] = -1
+    again.steps[1][0].place = -1
 
 
 def lose_steps(again, stopped):
@@ -482,6 +482,7 @@ RESUMES = [
     ({"made": 20}, ["LOSES signal"]),
     ({"weights": 1.1}, ["LOSES lost", "WRONG rest"]),
     ({"change": change_rank_1}, ["LOSES lost", "WRONG rest"]),
+    ({"change": lose_weights}, ["WRONG begin"]),
     ({"change": lose_rank_1}, ["WRONG begin"]),
     ({"change": lose_steps}, ["LOSES lost", "WRONG no rest"]),
     # strict=False and keys that begin with "module.": 29 steps, and 40 were left
@@ -504,18 +505,6 @@ def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
     assert lines(resumed(two=two)) == ["note left out"]
-
-
-def test_place_of_a_relaunch():
-    """Where steps change nothing, the place that fits what is left."""
-    two = run_of(ranks_of(6))
-    for steps in two.steps:
-        steps[3].bits = steps[2].bits
-
-    def place(start, left):
-        return resume.place_of(run_of(ranks_of(left), start), two, 0)
-
-    assert [place(0, 6), place(3, 3), place(3, 2), place(9, 2)] == [0, 3, 4, None]
 
 
 def test_files_that_both_runs_saved(tmp_path):

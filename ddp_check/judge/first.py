@@ -108,8 +108,9 @@ def needs_gpus(launcher):
         return False
     with open(launcher.script[0], errors="replace") as file:
         text = file.read()
-    takes = re.search(r"cuda\.set_device|[\"']nccl[\"']|\.cuda\(", text)
-    return bool(takes) and not re.search(r"is_available|[\"']cpu[\"']|gloo", text)
+    return bool(re.search("(?i)cuda|nccl", text)) and not re.search(
+        "is_available|cpu|gloo", text
+    )
 
 
 def with_gpus(launcher, report, run):
@@ -166,13 +167,17 @@ def judge_run(run):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    together = trains_together(run)
-    if together:
+    first = next((a.number for a, b in zip(one, two) if a.bits != b.bits), None)
+    if trains_together(run):
         found.append(line("ok", "alone"))
-    elif 2 * sum(s.collectives > 0 or s.ddp_forwards > 0 for s in one) <= len(one):
-        row = "not called" if "wrapped" in run.marks() else "alone"
-        return [line("WRONG", row)], False, False
-    # Otherwise a collective of something else. The weights tell.
+    else:
+        # A collective of something else trains nothing together. The weights tell.
+        idle = 2 * sum(s.collectives + s.ddp_forwards > 0 for s in one) <= len(one)
+        uncalled = 2 * sum(s.ddp_forwards > 0 for s in one) <= len(one)
+        if "wrapped" in run.marks() and uncalled and (idle or first is not None):
+            return [line("WRONG", "not called")], False, False
+        if idle:
+            return [line("WRONG", "alone")], False, False
     strange = not_finite(run)
     if strange:
         return [*found, strange], False, False
@@ -194,13 +199,8 @@ def judge_run(run):
     found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
     if any(step.sharded for step in one):
         return [*found, line("note", "sharded")], True, False
-    first = first_that_differs(one, two, joins)
-    if first is None:
-        found.append(line("ok", "weights"))
-    elif joins and not same and first >= epoch_of(one)[0]:
-        found.append(line("note", "join", first=first))
-    else:
-        found.append(line("WRONG", "weights", first=first))
+    if same or not joins:
+        found.append(judge(first is None, "weights", first=first))
     return found, True, same and first is None
 
 
@@ -223,37 +223,6 @@ def changed(run, step):
         n: bits for start in run.traces[0].starts for n, bits in start.bits.items()
     }
     return [n for n in step.trained if step.bits.get(n) != began.get(n)]
-
-
-def first_that_differs(one, two, joins):
-    """The first step of rank 0 after which rank 1 has other weights.
-
-    With Join a rank with fewer batches makes fewer steps in an epoch: there the steps
-    are paired within each epoch.
-    """
-    pairs = list(zip(one, two))
-    if joins and len(one) != len(two):
-        of_epochs = itertools.zip_longest(epochs_of(one), epochs_of(two), fillvalue=[])
-        pairs = [pair for epochs in of_epochs for pair in zip(*epochs)]
-    differ = [a.number for a, b in pairs if a.bits != b.bits]
-    return differ[0] if differ else None
-
-
-def epochs_of(steps):
-    """The steps of each iteration of the loaders that a rank trains on."""
-    epochs, known = [], set()
-    for step in steps:
-        keys = {fetch.key for fetch in step.fetched if fetch.rows or fetch.ids}
-        if not epochs or keys - known:
-            epochs.append([])
-        known |= keys
-        epochs[-1].append(step)
-    return epochs
-
-
-def epoch_of(steps):
-    """The number of the first step in each epoch but the first one."""
-    return [epoch[0].number for epoch in epochs_of(steps)[1:]] or [len(steps)]
 
 
 def judge_norms(run, sharded):

@@ -1,6 +1,5 @@
 """Two ranks that are disturbed: stopped or killed and launched again, or one fails."""
 
-import math
 import os
 import re
 from collections import Counter
@@ -106,9 +105,9 @@ def judge_resume(two, run, again, cut):
         return [line("WRONG", "no rest", **values)]
     if two.bits[0] != two.bits[1] and not two.steps[0][0].sharded:
         return [line("note", "left out", what="how it continues")]
-    done = place_of(again, two, 0)
-    others = [place_of(again, two, rank, done) for rank in range(1, two.ranks)]
-    if done is None or any(place is None for place in others):
+    # Where the weights were the same: the rank has looked for it.
+    done = again.steps[0][0].place
+    if done < 0 or any(steps[0].place != done for steps in again.steps):
         return [line("WRONG", "begin")]
     left, count = len(expected) - done, len(again.steps[0])
     lost = len(made) - done
@@ -138,8 +137,6 @@ def judge_rest(two, again, done):
     far = max(far for far, _ in drifts)
     first = min((where for _, where in drifts if where is not None), default=None)
     same = [[s.bits for s in a] == [s.bits for s in b] for a, b in zip(steps, rest)]
-    if first is None and not all(same) and any(s[0].place != done for s in steps):
-        far, first = math.inf, 0  # it was compared with other steps
     who = [r for r, of_rank in enumerate(steps) if noises(rest[r], of_rank, str.__ne__)]
     pairs = [pair for a, b in zip(rest, steps) for pair in zip(a, b)]
     inputs = any(a.inputs != b.inputs for a, b in pairs)
@@ -166,30 +163,6 @@ def other_rates(expected, steps):
                 text = f"The learning rate of its step {number} is {b.rates[name]:.4g}"
                 return f"{text}, not {rate:.4g}."
     return ""
-
-
-def place_of(again, two, rank, place=None):
-    """The number of steps after which a relaunch has started on a rank, or None.
-
-    That is where the weights were the same. Given a place, only that one counts.
-    """
-    first = {}
-    for start in again.traces[rank].starts:
-        if start.step == 0:
-            first |= start.bits
-    state, places = {}, []
-    for start in two.traces[rank].starts:
-        state |= start.bits
-    for number, step in enumerate(two.steps[rank]):
-        common = first.keys() & state.keys()
-        if common and all(first[name] == state[name] for name in common):
-            places.append(number)
-        state |= step.bits
-    if place is not None:
-        return place if place in places else None
-    # Several, if a step changes nothing: prefer the one that fits what is left.
-    left = len(two.steps[rank]) - len(again.steps[rank])
-    return left if left in places else min(places, default=None)
 
 
 def other_samples(two, again, done, kind):
