@@ -144,14 +144,20 @@ def traceback_of(text):
 def first_traceback(text):
     """The exception, and where the script was; or what it said before its end."""
     frames, error = traceback_of(text)
-    if error:
+    words = own_words(text)
+    if error and not (words and "by peer" in error):
         frames = [frame for frame in frames if PACKAGE not in frame]
         # The script's own, rather than those of Python and of what is installed.
         mine = [frame for frame in frames if not is_library(frame)]
         return "".join([*(mine or frames)[-1:], error]).rstrip()
-    # What faulthandler writes comes behind the script's own words.
-    dump = r"^(Fatal Python error|Current thread|Thread 0x|Stack \(|Extension modules)"
-    words = text[: found.start()] if (found := re.search(dump, text, re.M)) else ""
-    lines = [line for line in (words.strip() or text).splitlines() if line.strip()]
+    lines = words or [line for line in text.splitlines() if line.strip()]
     faults = [line for line in lines if re.search(r"\berror\b", line, re.I)]
     return "\n".join(faults[:1] or lines[-6:])
+
+
+def own_words(text):
+    """The lines before tracebacks and faulthandler's dumps, without warnings."""
+    ends = r"^(.*Traceback \(|Fatal Python error|Current thread|Thread 0x|Stack \()"
+    words = re.split(ends, text, maxsplit=1, flags=re.MULTILINE)[0]
+    words = re.sub(r".*Warning: .*\n(  .*\n)?", "", words)
+    return [line for line in words.splitlines() if line.strip()]

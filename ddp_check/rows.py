@@ -96,8 +96,8 @@ ROWS = {
     "steps": Row(
         "all ranks make the same number of steps",
         "rank 0 makes {one} steps, rank 1 makes {two}",
-        "All ranks need the same number of batches. Under Join they may differ, but then "
-        "so do momentum and Adam's state, and the ranks drift apart.",
+        "All ranks need the same number of batches. Under Join they may differ, but "
+        "then so does the state of Adam or momentum, and the ranks drift apart.",
         "hangs",
     ),
     "weights": Row(
