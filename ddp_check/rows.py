@@ -390,7 +390,7 @@ ROWS = {
         "resume",
     ),
     "lines": Row("", "these lines of {name} did not run on two ranks: {lines}"),
-    "left out": Row("", "not judged, because of the line above: {what}"),
+    "left out": Row("", "not judged, because of a line above: {what}"),
 }
 
 

@@ -148,10 +148,7 @@ def compare_step(ranks, one, limit, context):
     if any(step.gradient_bits != first.gradient_bits for step in ranks) or not table:
         # The optimizer averages or clears the gradients. So compare what it does.
         table, before = one.changes, {}
-    gone = sorted(set(first.trained) - set(one.trained))
     if not any(row.aa or row.bb for row in table.values()):
-        if gone:
-            return Excused(f"One process does not train {listed(gone)}.")
         return Excused("There is no gradient, on the ranks and on one process.")
     if not all(finite(row) for row in table.values()) and not first.finite:
         return Excused("The gradients of the ranks are not finite.")
@@ -171,8 +168,6 @@ def compare_step(ranks, one, limit, context):
         different.distance = away
     elif clips:
         different.hidden = "may"
-    if gone:
-        return Excused(f"One process does not train {listed(gone)}.")
     for excuse, explains_all in EXCUSES:
         reason = excuse(ranks, one, context)
         if reason and (explains_all or not is_multiple(different, limit)):
@@ -182,6 +177,13 @@ def compare_step(ranks, one, limit, context):
 
 
 # ---- Excuses: what explains a difference, each from the traces of the step -----------
+def other_weights(ranks, one, context):
+    names = sorted({*ranks[0].trained} ^ {*one.trained})
+    if names:
+        return f"One process trains other weights than the ranks: {listed(names)}."
+    return ""
+
+
 def has_problems(ranks, one, context):
     if one.problems:
         return f"One process cannot get what the ranks had: {one.problems[0]}."
@@ -272,6 +274,7 @@ def uneven_rows(ranks, one, context):
 
 # (the excuse, whether it also explains a gradient that is exactly some times as large)
 EXCUSES = [
+    (other_weights, True),
     (has_problems, False),
     (other_generators, False),
     (has_hook, True),
