@@ -2,7 +2,7 @@
 # case ci: 3 | ok gradient
 # case: 4-for-all | ok gradient
 # case: 5-for-all | note not replayed
-# case: 5-for-all contrast | note not replayed; note alone differs | alone
+# case: 4-for-all contrast | ok gradient; note alone differs | alone
 from common import *
 
 dist.init_process_group("gloo")

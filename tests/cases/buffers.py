@@ -39,8 +39,8 @@ if case.startswith("norm"):
     model = mlp(nn.BatchNorm1d(16), nn.Tanh())
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
-for _ in range(2):
-    train(optimizer, lambda x, y: mse(wrapped(x), y), epochs=1)
+for epoch in range(2):
+    train(optimizer, lambda x, y: mse(wrapped(x), y), epochs=[epoch])
     if case == "norm-all" or case == "norm-0" and rank == 0:
         evaluate()
 dist.destroy_process_group()

@@ -7,8 +7,9 @@ check must find. tests/test_check.py reads these lines, and runs each case:
     # case: ARGUMENTS | EXPECTED; EXPECTED; ... | OPTIONS
 
 EXPECTED is a word, a row of ddp_check/rows.py, and values: `WRONG gradient off=..0.6`.
-Every WRONG, LOSES and note must be there; an ok is looked for where it is named. The
-first of the OPTIONS may be a name from test_check.py. CI runs each `case ci`, too.
+Every WRONG, LOSES and note must be there; an ok is looked for where it is named, and
+`no ok rest` says that it is not there. The first of the OPTIONS may be a name from
+test_check.py. CI runs each `case ci`, too.
 """
 
 import contextlib
@@ -42,8 +43,8 @@ def mlp(*middle):
     return nn.Sequential(nn.Linear(8, 16), *middle or [nn.Tanh()], nn.Linear(16, 8))
 
 
-def train(optimizer, loss_of, loader=loader, epochs=2):
-    for epoch in range(epochs):
+def train(optimizer, loss_of, loader=loader, epochs=(0, 1)):
+    for epoch in epochs:
         loader.sampler.set_epoch(epoch)
         for batch in loader:
             loss = loss_of(*batch)

@@ -1,6 +1,6 @@
 # Images of different sizes, and as many boxes on each as there are objects.
 # case ci: right | ok gradient
-# case: boxes | WRONG later gradient first=1 off=0.001..1
+# case: boxes | WRONG gradient first=0 off=0.001..1
 from common import *
 
 

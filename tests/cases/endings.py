@@ -64,28 +64,35 @@ if case == "thread":
     threading.Thread(target=work_on, daemon=True).start()
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
-for step, (x, y) in enumerate(loader):
-    if case == "idle" and size == 1:
-        break
-    if case == "skip" and rank == 1 and step == 5:
-        continue
-    if step == 7:
-        assert case != "error", "too many"
-        if case == "quit" or case == "dump" and rank == 1:
-            sys.exit("too many" if case == "quit" else "rank 1: too many")
-    loss = mse(wrapped(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    try:
+
+
+def main():
+    for step, (x, y) in enumerate(loader):
+        if case == "idle" and size == 1:
+            break
+        if case == "skip" and rank == 1 and step == 5:
+            continue
+        if step == 7:
+            assert case != "error", "too many"
+            if case == "quit" or case == "dump" and rank == 1:
+                sys.exit("too many" if case == "quit" else "rank 1: too many")
+        loss = mse(wrapped(x), y)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
-    except RuntimeError:
-        if case == "swallow-hang":
-            break  # to the barrier, where the other rank does not come
-        if case != "swallow":
-            raise
-    if case == "deadlock" and rank == 1 and step == 5:
-        dist.recv(torch.zeros(1), src=0)
+        if case == "deadlock" and rank == 1 and step == 5:
+            dist.recv(torch.zeros(1), src=0)
+
+
+try:
+    main()
+except RuntimeError as error:
+    if not case.startswith("swallow"):
+        raise
+    print(error)
+    if case == "swallow":
+        sys.exit()
 if case == "more" and rank == 1:
     optimizer.step()
-dist.barrier()
+dist.barrier()  # where the other rank may never come
 dist.destroy_process_group()

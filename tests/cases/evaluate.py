@@ -22,7 +22,7 @@ model = mlp()
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 for epoch in range(2):
-    train(optimizer, lambda x, y: mse(wrapped(x), y), epochs=1)
+    train(optimizer, lambda x, y: mse(wrapped(x), y), epochs=[epoch])
     total = torch.zeros(2)
     with torch.no_grad():
         for x, y in val_loader:

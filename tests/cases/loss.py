@@ -5,10 +5,10 @@
 # case ci: later | WRONG later gradient first=10 off=0.99..1.01 factor=2
 # case ci: softmax | WRONG gradient first=0 off=0.01..1
 # case: cat | ok gradient; WRONG alone weights off=0.01..5 | alone
-# case ci: uneven | note uneven rows="16 and 15"; note not replayed
-# case: uneven softmax | WRONG gradient
+# case ci: uneven | note order; note uneven rows="16 and 15"; note not replayed
+# case: uneven softmax | note order; WRONG gradient
 # case: not-called | WRONG not called
-# case ci: flag | WRONG not called
+# case ci: flag | no ok alone; WRONG weights first=0; note left out
 # case ci: alone | WRONG alone
 # case: zero | WRONG moves steps=20
 # case ci: infinite | WRONG finite
@@ -23,7 +23,7 @@ def loss_of(found, y):
     if case == "sum":  # over the rank's samples
         return each.sum() / 10
     if "softmax" in sys.argv:  # the samples of a rank weigh each other
-        return (each * torch.softmax(each.detach(), 0)).sum()
+        return (each * torch.softmax(10 * each.detach(), 0)).sum()
     return each.mean()
 
 

@@ -2,7 +2,7 @@
 # options: machines
 # case: right | ok gradient; ok masks; ok machines
 # case: file | ok gradient; note shared disk; ok machines
-# case: clean | ok gradient; note shared disk; ok machines
+# case: clean | ok gradient; note shared disk; ok machines | machines --timeout 40
 # case: save | ok gradient; ok machines; note both save names="['model.pt']"
 # case: url | ok gradient; ok machines
 # case: address | note address address=tcp://127.0.0.1:23456; ok gradient;
@@ -33,7 +33,7 @@ wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 torch.manual_seed(local if case == "seed" else rank)
 for epoch in range(2):
-    train(optimizer, lambda x, y: mse(wrapped(x), y), loader, epochs=1)
+    train(optimizer, lambda x, y: mse(wrapped(x), y), loader, epochs=[epoch])
     if case == "clean" and rank == 0:
         torch.save(model.state_dict(), f"epoch{epoch}.pt")
     dist.barrier()

@@ -13,8 +13,8 @@
 # case ci: half | ok gradient; WRONG begin; note left out
 # case ci: strict | ok gradient; WRONG no rest made=13 left=20; note left out
 # case: assign | ok gradient; WRONG no rest made=13 left=20; note left out
-# case: rank-0 | WRONG weights first=0; note left out; note left out;
-#     note left out
+# case: rank-0 | WRONG weights first=0; note left out; note left out; note left out;
+#     no ok rest
 # case: epoch | ok gradient; ok lost; ok rest; ok lost; WRONG other samples
 # case: order | ok gradient; ok lost; ok rest; ok lost; ok rest
 # case: optimizer | ok gradient; ok lost; WRONG rest off=0.001..10; note left out
