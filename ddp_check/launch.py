@@ -168,24 +168,22 @@ class Launch:
     def waits(self, stacks):
         """Whether nothing moves, so that it hangs, and is not only slow.
 
-        The main thread of each rank idles, as it does in a collective that never ends.
-        A side thread that computes is progress only if no main thread waits there.
+        If a rank waits in a collective, only main threads and helpers, such as workers
+        of a DataLoader, make progress. Other threads may compute for ever.
         """
         ranks = self.rank_pids().values()
         torchruns = [process.pid for process in self.processes]
         helpers = [p for p in processes_of(self.log) if p not in (*ranks, *torchruns)]
-        before = self.progress(), cpu_seconds(ranks, True)
-        before += cpu_seconds(helpers), cpu_seconds(ranks)
+        main = any(map(in_collective, stacks.values()))
+
+        def work():
+            return sum(cpu_seconds(pid, main) for pid in ranks) + sum(
+                cpu_seconds(pid) for pid in helpers
+            )
+
+        before = self.progress(), work()
         time.sleep(3)
-        if self.progress() > before[0]:
-            return False
-        main, helped = cpu_seconds(ranks, True), cpu_seconds(helpers)
-        if any(now - then > 0.3 for now, then in zip(main, before[1])):
-            return False
-        if sum(helped) - sum(before[2]) > 0.3:
-            return False
-        side = sum(cpu_seconds(ranks)) - sum(before[3])
-        return side < 0.3 or any(map(in_collective, stacks.values()))
+        return self.progress() == before[0] and work() - before[1] < 0.3
 
     def stacks(self):
         """Of each rank, the frames of its main thread: (file, line, function)."""
@@ -303,18 +301,12 @@ def stat(path):
     return Path(path).read_text().rpartition(")")[2].split()
 
 
-def cpu_seconds(pids, main_thread=False):
-    """Of each process, or of its main thread."""
-    seconds = []
-    for pid in pids:
-        ticks = 0
-        with contextlib.suppress(OSError):
-            path = (
-                f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat"
-            )
-            ticks = sum(map(int, stat(path)[11:13]))
-        seconds.append(ticks / os.sysconf("SC_CLK_TCK"))
-    return seconds
+def cpu_seconds(pid, main_thread=False):
+    """Of a process, or of its main thread."""
+    path = f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat"
+    with contextlib.suppress(OSError):
+        return sum(map(int, stat(path)[11:13])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def free_port():
