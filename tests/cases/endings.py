@@ -18,7 +18,7 @@
 # case: needs-two | note not replayed ranks=2;
 #     note one process error="AssertionError: alone" | alone
 # case: idle | note not replayed ranks=2; note no step what="one process alone" | alone
-# case: other-weights | note not replayed | alone
+# case: other-weights | note not replayed; note alone differs | alone
 import faulthandler
 import threading
 
