@@ -94,7 +94,7 @@ def cast_everything(dtype):
         return cast(make(*args, **kwargs))
 
     def rebuild(make, *args):
-        """What torch.load() does. It makes an empty tensor with the dtype of the file."""
+        """torch.load() makes an empty tensor first, with the dtype of the file."""
         with private("without modes")():
             tensor = make(*args)
         return cast(tensor)

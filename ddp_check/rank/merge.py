@@ -51,7 +51,7 @@ class Merge:
         return self.join(parts, rows, stacked)
 
     def join(self, parts, rows, stacked, path=()):
-        """stacked: the batch has a tensor of all samples. path: where these parts are."""
+        """stacked: the batch has a tensor of all samples. path: the place in it."""
         first = parts[0]
         if torch.is_tensor(first):
             return self.join_tensors(parts, rows, stacked, path)

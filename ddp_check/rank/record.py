@@ -4,10 +4,10 @@ The file of a rank is a row of entries. Each has a kind and a key, and a value, 
 read only if somebody asks for it:
 
     start     name              a weight as it was when it was first seen
-    after     (step, call)      {name: value} after a call of an optimizer
-    final     step              {name: value} if weights have changed since then
+    after     (step, call)      {name: value} that a call of an optimizer has changed
+    final     (step, 0)         {name: value} that has changed since then
     gradient  (step, call)      {name: value} as the optimizer got them
-    unclipped step              {name: value} before clipping
+    unclipped (step, call)      {name: value} before clipping
     options   (step, call)      learning rates and so on
     bits      step              {name: checksum} of all weights
     batch     (loader, iteration, place)    rows, the batch, calls of backward() so far
@@ -16,7 +16,7 @@ read only if somebody asks for it:
     turn      (turn, name, number)          the place of such a draw
     norm      (step, number)    how many rows batch norm has normalized
 
-Values of weights and gradients are rank 0's: the other ranks have the same.
+The first five are those of rank 0: the other ranks have the same.
 """
 
 import io
@@ -29,6 +29,7 @@ import torch
 from ddp_check.rank.patch import private
 from ddp_check.rank.tensors import content
 
+OF_RANK_0 = "start", "after", "final", "gradient", "unclipped"
 MOST_BYTES = 2**30  # that a rank records
 SIZES = struct.Struct("<qq")  # of the kind with its key, and of the value
 
@@ -70,7 +71,7 @@ class Recording:
         self.cut = False  # it has become too large, so the later steps are missing
 
     def keep(self, kind, key, value):
-        if self.file is None:
+        if self.file is None or (self.rank > 0 and kind in OF_RANK_0):
             return
         try:
             value = as_bytes(value)
@@ -87,10 +88,6 @@ class Recording:
         if self.file is not None:
             self.file.close()
             self.file = None
-
-    def flush(self):
-        if self.file is not None:
-            self.file.flush()
 
 
 class Recorded:
@@ -120,15 +117,15 @@ class Recorded:
     def keys(self, kind):
         return list(self.places.get(kind, {}))
 
+    def values(self, kind, step):
+        """{name: value}, of all calls of optimizers in this step."""
+        values = {}
+        for key in self.keys(kind):
+            if key[0] == step:
+                values |= self.get(kind, key)
+        return values
+
     @property
     def steps(self):
         """The number of steps."""
-        return 1 + max([step for step, _ in self.keys("after")], default=-1)
-
-    def weights(self, step):
-        """{name: value} of the weights that have changed in this step, at its end."""
-        values = {}
-        for key in self.keys("after"):
-            if key[0] == step:
-                values |= self.get("after", key)
-        return values | self.get("final", step, {})
+        return 1 + max(self.keys("bits"), default=-1)

@@ -49,58 +49,41 @@ class Reference:
 
     # ---- Comparisons
     def values_before(self, place):
+        """All weights there before this step."""
         if place < self.before:
             self.values, self.before = dict(self.starts), 0
         while self.before < place:
-            self.values |= self.first.weights(self.before)
+            for kind in ("after", "final"):
+                self.values |= self.first.values(kind, self.before)
             self.before += 1
         return self.values
 
-    def values_after_calls(self, place):
-        values = dict(self.values_before(place))
-        for key in self.first.keys("after"):
-            if key[0] == place:
-                values |= self.first.get("after", key)
-        return values
+    def compare(self, place, gradients, unclipped, changed, weights):
+        """Of a step: tables of Comparisons, for Step.gradients and the three after it.
 
-    def values_at_end(self, place):
-        return self.values_after_calls(place) | self.first.get("final", place, {})
+        changed: {name: (before, after)}. weights: at the end of the step.
+        """
+        known = self.shapes.items()
+        names = [n for n, s in known if n in weights and s == tuple(weights[n].shape)]
 
-    def compare(self, theirs, mine, names):
-        """For each name that has a value in one of them: a Comparison."""
-        compared = {}
-        for name in names:
-            a, b = theirs.get(name), mine.get(name)
-            if name in self.shapes and (a is not None or b is not None):
-                if a is None or b is None or a.shape == b.shape:
-                    compared[name] = comparison(a, b)
-        return compared
+        def table(theirs, mine):
+            pairs = [(name, theirs.get(name), mine.get(name)) for name in names]
+            return {n: comparison(a, b) for n, a, b in pairs if a is not b}
 
-    def compare_gradients(self, place, mine, names):
-        theirs = {}
-        for key in self.first.keys("gradient"):
-            if key[0] == place:
-                theirs |= self.first.get("gradient", key)
-        return self.compare(theirs, mine, names)
-
-    def compare_unclipped(self, place, mine):
-        theirs = self.first.get("unclipped", place, {})
-        return self.compare(theirs, mine, [*theirs, *mine]) if theirs and mine else {}
-
-    def compare_changes(self, place, changed, names):
-        """changed: {name: (value before, value after)}, of this launch."""
-        before, after = self.values_before(place), self.values_after_calls(place)
-        mine = {n: new - old for n, (old, new) in changed.items() if old is not None}
-        theirs = {n: after[n] - before[n] for n in names if n in before and n in after}
-        return self.compare(theirs, mine, names)
-
-    def compare_weights(self, place, mine, at_end):
-        """How far they are from those there, and those from the start."""
-        theirs = (self.values_at_end if at_end else self.values_after_calls)(place)
-        starts = self.starts
-        common = [n for n in mine if n in theirs and mine[n].shape == theirs[n].shape]
-        theirs = {name: theirs[name] - starts[name] for name in common}
-        return self.compare(theirs, {n: mine[n] - starts[n] for n in common}, common)
+        their_unclipped = self.first.values("unclipped", place)
+        both = bool(their_unclipped) and bool(unclipped)
+        before, after = self.values_before(place), self.first.values("after", place)
+        theirs = {n: after[n] - before[n] for n in names if n in after}
+        mine = {n: b - a for n, (a, b) in changed.items() if a is not None}
+        changes = table(theirs, mine)
+        end, starts = self.values_before(place + 1), self.starts
+        theirs = {n: end[n] - starts[n] for n in names}
+        return (
+            table(self.first.values("gradient", place), gradients),
+            table(their_unclipped, unclipped) if both else {},
+            changes,
+            table(theirs, {n: weights[n] - starts[n] for n in names}),
+        )
 
 
 class Relaunch(Reference):
@@ -134,9 +117,11 @@ class Replay(Reference):
         self.now = None  # the iteration whose batches are given
         self.alone = False  # rank 0 reads for all ranks
 
-    def is_over(self, step):
-        """Whether all steps that were recorded have been replayed."""
-        return step >= self.steps
+    def add_notes(self, step):
+        """What could not be done in this step, and so on."""
+        notes = self.merge.take_notes()
+        step.problems, step.padded = notes.problems, notes.padded
+        step.alike, step.different = sorted(notes.alike), sorted(notes.different)
 
     # ---- Batches
     def gives(self, key):

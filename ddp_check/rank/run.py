@@ -51,7 +51,7 @@ def run(words):
     atexit.register(forget_everything, module, watcher)
     atexit.register(watcher.close)
     if options.lines:
-        watcher.lines = Lines(code, folder / f"lines{rank}")
+        watcher.sees_lines(Lines(code, folder / f"lines{rank}"))
     exec(code, vars(module))
 
 

@@ -1,13 +1,10 @@
-"""Turns what the script calls into the Starts and Steps of trace.py.
+"""Hears what the script calls, and tells the other files of this room.
 
-A step begins with a forward() in training, or with a backward() if there is no module,
-once an optimizer has ended the step before. All optimizers that change weights until
-the next one begins belong to it: Muon with AdamW, or those in hooks of backward().
-What a loader yields, or a generator draws, after the first of them belongs to the next.
+steps.py: what becomes of the weights. loaders.py: batches. draws.py and generators.py:
+random numbers. replay.py: what was recorded, and is given again.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import multiprocessing
@@ -30,51 +27,21 @@ from ddp_check.rank.draws import Draws
 from ddp_check.rank.generators import Generators
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.patch import wrap
-from ddp_check.rank.record import Recording
-from ddp_check.rank.replay import Reference, Relaunch, Replay
-from ddp_check.rank.tensors import (
-    checksum,
-    checksums_of_buffers,
-    is_finite,
-    rows_of,
-    tensors_in,
-)
-
-
-def reference_of(options, rank):
-    """What this launch is compared with, or None."""
-    if not options.reference:
-        return None
-    kind = Replay if options.replay else Relaunch if options.again else Reference
-    return kind(options, rank)
+from ddp_check.rank.steps import Steps
+from ddp_check.rank.tensors import checksum, checksums_of_buffers, rows_of, tensors_in
 
 
 class Watcher:
-    """Writes the steps of this rank.
-
-    now is the step that is seen at present. ended is the one before it, from an
-    optimizer's step on until the next one begins.
-    """
+    """Wraps what a script calls. cast(tensor) gives tensors of a batch their dtype."""
 
     def __init__(self, options, folder, rank, cast, gpus=None):
         self.options = options
         self.folder, self.rank, self.gpus = folder, rank, gpus
-        self.writer = trace.Writer(folder, rank)
-        self.recording = Recording(options.record, rank) if options.record else None
-        self.reference = reference_of(options, rank)
-        replay = self.reference if options.replay else None
-        self.replay = replay
-        self.weights = w.Weights(self.reference.shapes if self.reference else {})
+        self.steps = Steps(options, folder, rank)
         self.generators = Generators()
         self.draws = Draws(self.see_draw, self.see_collective, self.see_order)
-        self.loaders = Loaders(self, cast, replay)
-        self.now, self.ended = trace.Step(0), None
-        self.written = None  # what was last written of a step
-        self.stepped = []  # the optimizers that have ended this step
-        self.gradients = None  # as an optimizer gets them
-        self.unclipped = {}
-        self.counts = True  # whether the optimizer can change weights
-        self.depth = 0  # one optimizer may call another one's step()
+        self.loaders = Loaders(self, cast, self.steps.replay)
+        self.depth = 0  # of optimizers: one may call another one's step()
         self.modules = 0  # that are in their forward(), or in backward()
         self.has_modules = False
         self.in_norm = False
@@ -84,8 +51,7 @@ class Watcher:
         self.batches = 0
         self.marks = set()
         self.address = self.outside = ""
-        self.lines = None  # see run.py
-        self.together = 0  # steps in which the ranks do something together
+        self.lines = None
         self.listen()
 
     def listen(self):
@@ -107,8 +73,8 @@ class Watcher:
             wrap(owner, name, functools.partial(self.see_mark, mark))
         wrap(torch, "save", self.see_save)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            wrap(nn.utils, name, self.see_clip)
-            wrap(nn.utils.clip_grad, name, self.see_clip)
+            for owner in (nn.utils, nn.utils.clip_grad):
+                wrap(owner, name, self.see_clip)
         self.draws.__enter__()
         # A forked process, such as a worker of a loader, is not this rank.
         os.register_at_fork(after_in_child=self.stop)
@@ -116,7 +82,7 @@ class Watcher:
     def stop(self):
         self.draws.paused = True
         self.depth = self.modules = 10**6
-        self.writer = self.recording = None
+        self.steps.stop()
 
     @contextlib.contextmanager
     def own_work(self):
@@ -127,71 +93,61 @@ class Watcher:
         finally:
             self.draws.paused = before
 
-    def keep(self, kind, key, value):
-        if self.recording:
-            self.recording.keep(kind, key, value)
-
-    def keep_values(self, kind, key, values):
-        """Of weights or gradients: all ranks have the same."""
-        if self.rank == 0:
-            self.keep(kind, key, values)
-
     @property
     def step(self):
         """The one to which what happens now belongs."""
-        return self.ended if self.depth and self.ended else self.now
+        ended = self.steps.ended
+        return ended if self.depth and ended else self.steps.now
 
-    # ---- A step begins
+    def notes(self, step):
+        """What is known when a step ends."""
+        if self.gpus and self.gpus._has_own_seed():
+            self.marks.add("own seed")
+        if self.gpus and self.gpus._is_shared():
+            self.marks.add("shared gpu")
+        if self.steps.recording and self.steps.recording.cut:
+            self.marks.add("cut")
+        if self.steps.replay and self.steps.replay.alone:
+            self.marks.add("alone")
+        step.marks = sorted(self.marks)
+        step.address, step.outside = self.address, self.outside
+
+    # ---- Steps
     def begin(self, module=None):
-        if self.ended:
-            self.finish()
-            self.ended, self.stepped, self.unclipped = None, [], {}
+        with self.own_work():
+            begins = self.steps.begin(self.notes)
+        if begins:
             self.may_leave()
             self.disturb()
         if module is not None:
             with self.own_work():
-                self.start(self.weights.see_module(module))
+                self.steps.see_module(module)
         self.locate()
-
-    def start(self, names):
-        """These weights are seen for the first time."""
-        if not names:
-            return
-        if self.replay:
-            starts = self.replay.starts
-            self.weights.set({n: starts[n] for n in names if n in starts})
-        self.weights.look(names)
-        values = {name: self.weights.values[name] for name in names}
-        bits = {name: self.weights.bits[name] for name in names}
-        finite = all(map(is_finite, values.values()))
-        self.writer.write(trace.Start(self.now.number, bits, finite))
-        for name, value in values.items():
-            self.keep_values("start", name, value)
 
     def locate(self):
         """A relaunch: after which step of the other launch does it start?"""
-        if self.options.again and self.now.number == 0 and not self.ended:
+        relaunch, steps = self.steps.relaunch, self.steps
+        if relaunch and steps.now.number == 0:
             with self.own_work():
                 weights = sum(map(w.weights_of, self.optimizers), [])
                 plain = [one for one in weights if not hasattr(one, "full_tensor")]
                 bits = set(map(checksum, plain))
                 if len(plain) < len(weights):  # one rank by itself cannot look at them
-                    bits = set(self.weights.bits.values())
-                self.reference.find_offset(bits)
+                    bits = set(steps.weights.bits.values())
+                relaunch.find_offset(bits)
 
     def may_leave(self):
-        number = self.now.number
-        if self.replay and self.replay.is_over(number):
-            self.leave()
-        if self.options.again:
-            number = max(number, self.reference.place(number))
-        hopeless = "cuda" in self.marks and "wrapped" not in self.marks
-        hopeless &= self.options.probe and self.together < 3 == self.now.number
-        if hopeless or (self.options.steps and number >= self.options.steps):
+        number, replay = self.steps.now.number, self.steps.replay
+        over = bool(replay) and number >= replay.steps
+        if self.options.probe and number == 3 > self.steps.together:
+            over = "cuda" in self.marks and "wrapped" not in self.marks
+        if self.steps.relaunch:
+            number = max(number, self.steps.relaunch.place(number))
+        if over or (self.options.steps and number >= self.options.steps):
             self.leave()
 
     def disturb(self):
-        action, at, number = self.options.action, self.options.at, self.now.number
+        action, at, number = self.options.action, self.options.at, self.steps.now.number
         if action == "stop" and self.rank == 0 and number >= at:
             if number == at:
                 os.kill(os.getppid(), signal.SIGTERM)  # torchrun passes it on
@@ -202,7 +158,6 @@ class Watcher:
             if action == "fail":
                 raise RuntimeError("ddp_check makes this rank fail")
 
-    # ---- An optimizer ends it
     def see_optimizer(self, create, optimizer, *args, **kwargs):
         create(optimizer, *args, **kwargs)
         if not any(one is optimizer for one in self.optimizers):
@@ -211,150 +166,26 @@ class Watcher:
 
     def before_step(self, optimizer, args, kwargs):
         self.depth += 1
-        if self.depth > 1:
-            return
-        self.note_generators()
-        self.counts = w.can_change_weights(optimizer)
-        if not self.counts:
-            return
-        if any(one is optimizer for one in self.stepped):
-            self.begin()  # without a forward() or backward() that was seen
-        with self.own_work():
-            self.start(self.weights.see_optimizer(optimizer))
-            if self.replay:
-                call = self.step_of_call()
-                w.set_options(optimizer, self.replay.first.get("options", call))
+        self.counts = self.depth == 1 and w.can_change_weights(optimizer)
+        if self.counts:
+            self.note_generators()
+            if any(one is optimizer for one in self.steps.optimizers):
+                self.begin()  # without a forward() or backward() that was seen
             closures = [*args[1:], kwargs.get("closure")]
-            has_closure = any(closure is not None for closure in closures)
-            self.gradients = None if has_closure else self.gradients_of(optimizer)
-
-    def gradients_of(self, optimizer):
-        return self.weights.gradients(sum(self.weights.names(optimizer), []))
-
-    def step_of_call(self):
-        """The step, and how many optimizers have ended it before."""
-        return self.step.number, len(self.stepped)
+            self.has_gradients = all(closure is None for closure in closures)
+            with self.own_work():
+                self.steps.optimize(optimizer, self.has_gradients)
 
     def after_step(self, optimizer, args, kwargs):
         if self.depth == 1 and self.counts:
-            self.see_changes(optimizer)
+            self.note_generators()
+            with self.own_work():
+                if not self.has_gradients:
+                    self.steps.see_gradients(optimizer)
+                if self.steps.ended is None:
+                    self.draws.end_step()
+                self.steps.end(optimizer, self.notes)
         self.depth -= 1
-
-    def see_changes(self, optimizer):
-        self.note_generators()
-        call = self.step_of_call()
-        if self.ended is None:
-            self.ended = self.now
-            self.now = trace.Step(self.now.number + 1)
-            self.draws.end_step()
-            self.take_notes()
-            together = self.ended.ddp_forwards + self.ended.floats_reduced
-            self.together += together > 0
-        with self.own_work():
-            self.end_step(optimizer, call)
-        self.stepped.append(optimizer)
-
-    def end_step(self, optimizer, call):
-        step, weights = self.ended, self.weights
-        groups = weights.names(optimizer)
-        names = sum(groups, [])
-        gradients = self.gradients
-        if gradients is None:
-            gradients = self.gradients_of(optimizer)
-        changed = weights.look(weights.named)
-        step.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        step.trained += [name for name in names if name not in step.trained]
-        for group, of_group in zip(optimizer.param_groups, groups):
-            if of_group:
-                step.rates[of_group[0]] = float(group.get("lr", 0))
-        step.gradient_bits |= {n: checksum(value) for n, value in gradients.items()}
-        step.gradient_values += sum(value.numel() for value in gradients.values())
-        self.keep("options", call, w.options_of(optimizer))
-        after = {name: new for name, (_, new) in changed.items()}
-        self.keep("after", call, after if self.rank == 0 else {})
-        self.keep_values("gradient", call, gradients)
-        self.keep_values("unclipped", step.number, self.unclipped)
-        place = self.reference.place(step.number) if self.reference else -1
-        step.place = place
-        if place >= 0:
-            compare = self.reference
-            step.gradients |= compare.compare_gradients(place, gradients, names)
-            step.unclipped |= compare.compare_unclipped(place, self.unclipped)
-            step.changes |= compare.compare_changes(place, changed, names)
-            step.weights = compare.compare_weights(place, weights.values, False)
-        if self.replay:
-            # So each step is compared by itself, and chaos does not grow.
-            weights.set(self.replay.first.get("after", call, {}))
-        self.write()
-        self.keep("bits", step.number, step.bits)
-
-    def finish(self):
-        """The step is over: what has changed the weights since the optimizers?"""
-        if self.ended is None or self.writer is None:
-            return
-        step = self.ended
-        with self.own_work():
-            changed = self.weights.look(self.weights.plain_ones())
-            final = {name: new for name, (_, new) in changed.items()}
-            self.keep_values("final", step.number, final)
-            if final:
-                self.keep("bits", step.number, dict(self.weights.bits))
-            if step.place >= 0:
-                values = self.weights.values
-                step.weights = self.reference.compare_weights(step.place, values, True)
-            if self.replay and step.place >= 0:
-                theirs = self.replay.values_at_end(step.place)
-                also = self.replay.first.get("final", step.place, {})
-                names = [name for name in {*final, *also} if name in theirs]
-                self.weights.set({name: theirs[name] for name in names})
-        self.write()
-
-    def write(self):
-        step = self.ended
-        step.bits = dict(self.weights.bits)
-        step.finite = all(map(is_finite, self.weights.values.values()))
-        if self.gpus and self.gpus._has_own_seed():
-            self.marks.add("own seed")
-        if self.gpus and self.gpus._is_shared():
-            self.marks.add("shared gpu")
-        if self.recording and self.recording.cut:
-            self.marks.add("cut")
-        step.marks = sorted(self.marks)
-        step.address, step.outside = self.address, self.outside
-        record = dataclasses.asdict(step)
-        if record != self.written:
-            self.written = record
-            self.writer.write(step)
-
-    def take_notes(self):
-        """What a replay could not do in this step, and so on."""
-        if self.replay:
-            notes = self.replay.merge.take_notes()
-            self.ended.problems += notes.problems
-            self.ended.padded = notes.padded
-            self.ended.alike = sorted(notes.alike)
-            self.ended.different = sorted(notes.different)
-            if self.replay.alone:
-                self.marks.add("alone")
-
-    def close(self):
-        """At the end of the script."""
-        if self.writer is None:
-            return
-        self.finish()
-        if self.recording:
-            self.recording.close()
-        ran, every = self.lines.take() if self.lines else ([], [])
-        self.writer.write(trace.End(ran, every))
-        self.writer = None
-
-    def forget(self):
-        """Let go of what the script has made. Returns the groups of its DDP objects."""
-        self.optimizers.clear()
-        self.stepped.clear()
-        self.loaders.known.clear()
-        self.weights = w.Weights({})
-        return self.groups
 
     def leave(self):
         """End this rank, as --steps asks for."""
@@ -365,7 +196,24 @@ class Watcher:
             worker.kill()  # it would look for its parent only every 5 seconds
         os._exit(0)
 
+    def close(self):
+        """At the end of the script."""
+        with self.own_work():
+            self.steps.close(
+                self.notes, *(self.lines.take() if self.lines else ([], []))
+            )
+
+    def forget(self):
+        """Let go of what the script has made. Returns the groups of its DDP objects."""
+        self.optimizers.clear()
+        self.loaders.known.clear()
+        self.steps = None
+        return self.groups
+
     # ---- What the script calls. The first argument is the original.
+    def sees_lines(self, lines):
+        self.lines = lines
+
     def sees_address(self, address):
         self.address = address
 
@@ -383,19 +231,16 @@ class Watcher:
         return save(*args, **kwargs)
 
     def see_clip(self, clip, *args, **kwargs):
-        if not self.depth and self.ended is None:
-            self.now.clipped = True
-            if not self.unclipped:
-                with self.own_work():
-                    self.unclipped = self.weights.gradients(self.weights.named)
+        with self.own_work():
+            self.steps.clip()
         return clip(*args, **kwargs)
 
     def see_ddp(self, forward, wrapped, *inputs, **named):
         self.groups.add(wrapped.process_group)
-        self.now.ddp_forwards += dist.get_world_size() > 1
-        if wrapped.training and torch.is_grad_enabled() and not self.now.buffers:
+        self.steps.now.ddp_forwards += dist.get_world_size() > 1
+        if wrapped.training and torch.is_grad_enabled() and not self.steps.now.buffers:
             # Before DDP replaces them by rank 0's.
-            self.now.buffers = checksums_of_buffers(wrapped.module)
+            self.steps.now.buffers = checksums_of_buffers(wrapped.module)
         return forward(wrapped, *inputs, **named)
 
     def see_call(self, call, module, *inputs, **named):
@@ -419,12 +264,12 @@ class Watcher:
             self.has_modules = True
             self.begin(module)
             if type(module).__name__ == "FullyShardedDataParallel":
-                self.now.sharded = True
-            self.now.tensor_parallel |= w.shares_samples(module, weights)
+                self.steps.now.sharded = True
+            self.steps.now.tensor_parallel |= w.shares_samples(module, weights)
             if trains:  # in eval() mode it may be an evaluation
                 samples, parts = rows_of(tensors_in(inputs))
-                self.now.inputs += samples
-                self.now.parts += parts
+                self.steps.now.inputs += samples
+                self.steps.now.parts += parts
 
     def see_backward(self, backward, *args, **kwargs):
         if not self.has_modules:
@@ -461,17 +306,18 @@ class Watcher:
     def normalize(self, norm, x, mean, var, *more):
         training = more[2]
         if training and mean is not None:
-            self.now.norms = True
+            self.steps.now.norms = True
         if not training and mean is not None and not torch.is_grad_enabled():
             number = checksum(mean)
-            if number not in self.now.evaluated:
-                self.now.evaluated.append(number)
+            if number not in self.steps.now.evaluated:
+                self.steps.now.evaluated.append(number)
         if training:
-            place = self.now.number, self.draws.next_number("norm")
-            self.keep("norm", place, len(x))
-            sizes = self.replay and self.replay.rows_of_ranks(place, len(x))
+            place = self.steps.now.number, self.draws.next_number("norm")
+            self.steps.keep("norm", place, len(x))
+            replay = self.steps.replay
+            sizes = replay and replay.rows_of_ranks(place, len(x))
             if sizes:
-                return self.replay.norm_each(sizes, norm, x, mean, var, *more)
+                return replay.norm_each(sizes, norm, x, mean, var, *more)
         return norm(x, mean, var, *more)
 
     # ---- What loaders yield
@@ -482,20 +328,20 @@ class Watcher:
             yield
 
     def sees_loader(self, number, samples, batches):
-        self.keep("length", number, (samples, batches))
+        self.steps.keep("length", number, (samples, batches))
 
     def gives(self):
         self.note_generators()
 
     def fetched(self, fetch, batch, rows):
-        if fetch.data and self.now.number == 0 and not self.now.fetched:
-            self.now.other_draws.clear()  # the set-up has drawn them
+        if self.steps.now.number == 0 and not self.steps.now.fetched:
+            self.steps.now.other_draws.clear()  # the set-up has drawn them
         self.last = fetch
-        self.now.fetched.append(fetch)
+        self.steps.now.fetched.append(fetch)
         if batch is not None:
             place = *fetch.key, self.batches
             self.batches += 1
-            self.keep("batch", place, (rows, batch, self.draws.turn))
+            self.steps.keep("batch", place, (rows, batch, self.draws.turn))
 
     # ---- Random numbers and collectives
     def note_generators(self):
@@ -512,12 +358,11 @@ class Watcher:
 
     def see_draw(self, key, number, turn, draw, high, result):
         if torch.is_grad_enabled():
-            self.now.draws.append(draw)
-        step = self.now.number
-        self.keep("draw", (step, key, number), (high, result))
-        self.keep("turn", turn, (step, key, number))
-        if isinstance(self.reference, (Replay, Relaunch)):
-            self.locate()
-            with self.own_work():
-                return self.reference.draw(step, key, number, turn, result, high)
-        return None
+            self.steps.now.draws.append(draw)
+        step = self.steps.now.number
+        self.steps.keep("draw", (step, key, number), (high, result))
+        self.steps.keep("turn", turn, (step, key, number))
+        self.locate()
+        source = self.steps.replay or self.steps.relaunch
+        with self.own_work():
+            return source and source.draw(step, key, number, turn, result, high)
