@@ -66,10 +66,10 @@ class Steps:
         """These weights are seen for the first time."""
         if not names:
             return
+        self.weights.look(names)
         if self.replay:
             starts = self.replay.starts
             self.weights.set({n: starts[n] for n in names if n in starts})
-        self.weights.look(names)
         values = {name: self.weights.values[name] for name in names}
         bits = {name: self.weights.bits[name] for name in names}
         finite = all(map(is_finite, values.values()))

@@ -43,7 +43,7 @@ class Watcher:
         self.loaders = Loaders(self, cast, self.steps.replay)
         self.depth = 0  # of optimizers: one may call another one's step()
         self.modules = 0  # that are in their forward(), or in backward()
-        self.has_modules = False
+        self.evaluated = None  # the module that was called in eval() mode
         self.in_norm = False
         self.optimizers = []
         self.groups = set()  # of the DDP objects: see run.forget_everything()
@@ -114,6 +114,7 @@ class Watcher:
 
     # ---- Steps
     def begin(self, module=None):
+        self.evaluated = None
         with self.own_work():
             begins = self.steps.begin(self.notes)
         if begins:
@@ -261,8 +262,10 @@ class Watcher:
         if weights and not trains:
             self.last.evaluates = True
         if grad and any(weight.requires_grad for weight in weights):
-            self.has_modules = True
-            self.begin(module)
+            if trains:
+                self.begin(module)
+            else:  # an evaluation, if no backward() follows
+                self.evaluated = module
             if type(module).__name__ == "FullyShardedDataParallel":
                 self.steps.now.sharded = True
             self.steps.now.tensor_parallel |= w.shares_samples(module, weights)
@@ -272,8 +275,7 @@ class Watcher:
                 self.steps.now.parts += parts
 
     def see_backward(self, backward, *args, **kwargs):
-        if not self.has_modules:
-            self.begin()
+        self.begin(self.evaluated)
         self.step.backwards += 1
         self.last.trains = True
         self.draws.end_turn()

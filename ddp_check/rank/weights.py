@@ -104,18 +104,19 @@ class Weights:
         return [n for n, w in self.named.items() if not hasattr(w, "full_tensor")]
 
     def set(self, values):
-        """Replace weights, where they have the same shape."""
-        names = []
+        """Replace weights, where they have the same shape, and other values."""
         for name, value in values.items():
             weight = self.named.get(name)
-            if weight is None:
-                continue
-            local = weight.to_local() if hasattr(weight, "to_local") else weight
-            if local.shape == value.shape:
-                with torch.no_grad():
-                    local.detach().copy_(value)
-                names.append(name)
-        self.look(names)
+            if weight is not None and not is_same(self.values.get(name), value):
+                local = weight.to_local() if hasattr(weight, "to_local") else weight
+                if local.shape == value.shape:
+                    with torch.no_grad():
+                        local.detach().copy_(value)
+                    self.look([name])
+
+
+def is_same(a, b):
+    return a is not None and a.shape == b.shape and checksum(a) == checksum(b)
 
 
 def weights_of(optimizer):
