@@ -389,7 +389,7 @@ def test_data_of_each_rank():
 
 
 # ---- One process alone ---------------------------------------------------------------
-def alone_with(more, right=True, wrong=False):
+def alone_with(more, right=True, wrong=False, order="rank by rank"):
     """What is said of one process with the rows of both ranks and these fields."""
     two = run_of(ranks_of())
     steps = replay_of(two.steps, **{"weights": table(), **more})
@@ -397,7 +397,7 @@ def alone_with(more, right=True, wrong=False):
         rows = sum([other.inputs for other in theirs], [])
         s.fetched = [dataclasses.replace(s.fetched[0], ids=rows, rows=rows)]
     verdict = compare.Verdict(20, 20 * right, different=wrong or None)
-    answer = first.First(two, Samples(two), True, first.Replayed(verdict, None, ""))
+    answer = first.First(two, Samples(two), True, first.Replayed(verdict, None, order))
     return lines(alone.judge_alone(run_of([steps]), answer, 1e-5))
 
 
@@ -408,6 +408,7 @@ def test_one_process_alone():
     assert alone_with(off) == [*batch, "WRONG alone weights"]
     # Accumulation with a loss that compares samples: the replay could not judge it.
     assert alone_with(off, right=False) == [*batch, "note alone differs"]
+    assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
     assert alone_with(off | {"norms": True}, right=False) == batch
     assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
 

@@ -61,25 +61,26 @@ class Samples:
         return None
 
     def table(self, kind=None):
-        """{sample: the (rank, step) that had it}, of two ranks."""
+        """{sample: how often each (rank, step) had it}, of two ranks."""
         table = {}
         for rank in (0, 1):
             for step, rows in enumerate(self.of(rank, kind)):
                 for row in rows:
-                    table.setdefault(row, set()).add((rank, step))
+                    table.setdefault(row, Counter())[rank, step] += 1
         return table
 
     def share_in_step(self, kind=None):
         """The share of rank 0's samples that rank 1 has in the same step, or None."""
-        table = self.table(kind)
-        steps = self.of(0, kind)[:-1]
-        places = [(row, step) for step, rows in enumerate(steps) for row in rows]
-        common = sum((1, step) in table[row] for row, step in places)
-        # Rows that all steps have, or of few values, are in the next step as well.
-        chance = sum((1, step + 1) in table[row] for row, step in places)
-        if len(places) == chance:
-            return None
-        return (common - chance) / (len(places) - chance)
+        common = chance = total = 0
+        last = len(self.run.steps[0]) - 1
+        for places in self.table(kind).values():
+            for (rank, step), count in list(places.items()):
+                if rank == 0 and step < last:
+                    total += count
+                    common += min(count, places[1, step])
+                    # Rows that all steps have, or of few values, come next as well.
+                    chance += min(count, places[1, step + 1])
+        return None if total == chance else (common - chance) / (total - chance)
 
     def share_in_epoch(self, steps, kind="ids"):
         """The share of rank 0's first epoch that is in rank 1's. None: too few."""
