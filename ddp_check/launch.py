@@ -73,6 +73,8 @@ class Launch:
         if gpus is None:
             gpus = of_machine if launcher.gpus else 0
         options = {"float64": launcher.float64, "steps": launcher.steps, **options}
+        if options.get("record"):
+            options["record"] = str(self.log)
         self.options = trace.LaunchOptions(gpus=gpus, **options)
         environment = {
             "CHECK": "1",
@@ -233,9 +235,11 @@ class Guardian:
             word += more
         kill_all(self.folder, patience=10)
         if word == b"keep":
-            for pattern in ("t[0-9]*", "record-*", "*/machine*", "*/shared"):
+            for pattern in ("t[0-9]*", "*/machine*", "*/shared"):
                 for path in self.folder.glob(pattern):
                     shutil.rmtree(path, ignore_errors=True)
+            for path in self.folder.glob("*/*.pickle"):
+                path.unlink()
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
 

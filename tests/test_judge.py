@@ -308,7 +308,7 @@ def test_a_launch_that_fails():
     stuck = run_of(ranks_of(), codes=[None], hangs=True)
     assert lines(first.judge_run(stuck)[0]) == ["WRONG hang"]
     left = run_of([ranks_of()[0], []])  # with exit code 0
-    assert lines(first.judge_run(left)[0]) == ["WRONG fails"]
+    assert lines(first.judge_run(left)[0]) == ["WRONG steps"]
 
 
 def test_uneven_inputs_under_join():

@@ -14,7 +14,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
     if 1 in numbers and not launches:
         launches.append(launcher.start("1-rank", 1, **first.reference(answer.run)))
     alone = bool(launches)
-    launches += [first.start_recorded(launcher, f"{n}-ranks", n) for n in more]
+    launches += [launcher.start(f"{n}-ranks", n, record=True) for n in more]
     names = ["one process alone"] * alone + [f"{n} ranks" for n in more]
     report.title(", ".join(names).capitalize())
     runs = [launch.end() for launch in launches]
@@ -29,7 +29,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
             first.replay(launcher, report, run, Samples(run), order)
         else:
             report.say(line("note", "left out", what=f"{run.ranks} ranks"))
-        for path in first.record_folder(launcher, run.name).glob("*.pickle"):
+        for path in run.log.glob("*.pickle"):
             path.unlink()
 
 

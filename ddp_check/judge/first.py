@@ -127,25 +127,13 @@ def with_gpus(launcher, report, run):
     return record(launcher, f"{run.name}-gpu")
 
 
-def record(launcher, name, ranks=2, **options):
-    return start_recorded(launcher, name, ranks, **options).end()
-
-
-def start_recorded(launcher, name, ranks, **options):
-    folder = record_folder(launcher, name)
-    folder.mkdir()
-    options |= {"record": str(folder), "lines": ranks == 2}
-    return launcher.start(name, ranks, **options)
-
-
-def record_folder(launcher, name):
-    return launcher.base / f"record-{name}"
+def record(launcher, name, **options):
+    return launcher.start(name, record=True, lines=True, **options).end()
 
 
 def reference(run):
     """The options of a launch that is compared with this one."""
-    folder = run.log.parent / f"record-{run.name}"
-    return {"reference": str(folder), "reference_ranks": run.ranks}
+    return {"reference": str(run.log), "reference_ranks": run.ranks}
 
 
 # ---- What two ranks did --------------------------------------------------------------
@@ -160,7 +148,10 @@ def trains_together(run):
 
 def judge_run(run):
     """(the findings, whether it can be judged further, and whether the ranks agree)."""
-    if not run.ended_well or not all(run.steps):
+    if run.ended_well and any(run.steps) and not all(run.steps):
+        one, two = map(len, run.steps[:2])
+        return [line("WRONG", "steps", one=one, two=two)], False, False
+    if not run.ended_well:
         row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
         return [line("WRONG", row, **run.words())], False, False
     one, two = run.steps[:2]
@@ -262,12 +253,8 @@ def judge_lines(run, name):
 # ---- One process with what the ranks had ---------------------------------------------
 def replay(launcher, report, run, samples, order=""):
     """Replay it, and say what it shows. order: that with which two ranks were right."""
-    orders = ["rank by rank", "row by row"]
-    if order in orders:
-        orders.sort(key=order.__ne__)
-    elif order:
-        orders = [order]
     results = []
+    orders = [order] if order else ["rank by rank", "row by row"]
     for order in orders:
         results.append(replay_in_order(launcher, report, run, samples, order))
         calls = [r.steps[0][0].backwards for r in (run, results[-1].one) if r.steps[0]]
@@ -277,20 +264,11 @@ def replay(launcher, report, run, samples, order=""):
             break
         if not results[-1].verdict.wrong:  # or not judged, which no order changes
             break
-    best = best_of(results)
+    best = results[-1]
+    if best.verdict.wrong:
+        best = min(results, key=lambda result: result.verdict.different.distance)
     report.say(*judge_gradients(best.verdict, run))
     return best
-
-
-def best_of(results):
-    """The one that is right, or that could not be judged, or that is off least."""
-
-    def badness(result):
-        verdict = result.verdict
-        away = verdict.different.distance if verdict.wrong else 0
-        return not verdict.right, verdict.wrong, away
-
-    return min(results, key=badness)
 
 
 def replay_in_order(launcher, report, run, samples, order):
