@@ -57,7 +57,7 @@ train-multi-node: setup ## MASTER_ADDR=10.0.0.1 NNODES=2, the same on every node
 	@$(RUN) MASTER_ADDR=$(MASTER_ADDR) NNODES=$(or $(NNODES),2) ./run_multi_node.sh $(ARGS)
 
 check: setup ## SCRIPT=mine.py ARGS="--batch_size {32}": is this script right?
-	@exec $(VENV_PYTHON) tests/check.py $(CHECK) $(or $(SCRIPT),ddp_train.py) $(ARGS)
+	@exec $(VENV_PYTHON) -m ddp_check $(CHECK) $(or $(SCRIPT),ddp_train.py) $(ARGS)
 
 test: .venv/.tests ## all tests: two to three minutes on two cores
 	$(PYTEST) -n 4 --dist worksteal $(ARGS)
@@ -65,7 +65,7 @@ test: .venv/.tests ## all tests: two to three minutes on two cores
 test-fast: .venv/.tests ## the direct tests: seconds
 	$(PYTEST) -m "not processes" $(ARGS) test_ddp_train.py
 
-test-check: .venv/.tests ## does check.py find each fault, and only faults? minutes
+test-check: .venv/.tests ## does ddp_check find each fault, and only faults? minutes
 	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==5.24.0
 	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
 
@@ -100,4 +100,4 @@ figures: .venv/.tests ## draw docs/same_curve.svg from runs on the CPU: a minute
 	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and tests made; checkpoints stay
-	rm -rf .venv __pycache__ */__pycache__ .ruff_cache
+	rm -rf .venv __pycache__ */__pycache__ */*/__pycache__ .ruff_cache build *.egg-info

@@ -1,0 +1,89 @@
+"""One process alone, as the script runs without other ranks; and four ranks."""
+
+import statistics
+from collections import Counter
+
+from ddp_check.judge import compare, first
+from ddp_check.judge.samples import Samples
+from ddp_check.rows import judge, line
+
+
+def any_number_of_ranks(launcher, report, numbers, answer):
+    more = [n for n in numbers if n not in (1, 2)]
+    launches = [answer.alone] * bool(answer.alone)
+    if 1 in numbers and not launches:
+        launches.append(launcher.start("1-rank", 1, **first.reference(answer.run)))
+    alone = bool(launches)
+    launches += [launcher.start(f"{n}-ranks", n, record=True) for n in more]
+    names = ["one process alone"] * alone + [f"{n} ranks" for n in more]
+    report.title(", ".join(names).capitalize())
+    runs = [launch.end() for launch in launches]
+    if alone:
+        report.say(*judge_alone(runs[0], answer, compare.LIMITS[launcher.float64]))
+    for run in runs[alone:]:
+        if not run.trained:
+            row = "hang" if run.hangs else "fails"
+            report.say(line("WRONG", row, **run.words()))
+        elif answer.right:
+            order = answer.replayed.order
+            first.replay(launcher, report, run, Samples(run), order)
+        else:
+            report.say(line("note", "left out", what=f"{run.ranks} ranks"))
+        for path in run.log.glob("*.pickle"):
+            path.unlink()
+
+
+def judge_alone(run, answer, limit):
+    """What one process alone does, beside two ranks. Pure."""
+    if run.ended_well and not run.steps[0]:
+        return [line("note", "no step", what="one process alone")]
+    if not run.trained:
+        return [line("note", "one process", **run.words())]
+    one, two, kind = Samples(run), answer.samples, answer.samples.kind
+    mine, theirs = one.of(0, kind), two.of_all(kind)
+    sizes = [[len(rows) for rows in steps if rows] for steps in (mine, theirs)]
+    if not all(sizes):
+        return []
+    # In most steps: a loader may fetch a batch ahead. Or the mean, if sizes vary.
+    count, of_ranks = map(statistics.median, sizes)
+    pairs = [(count, of_ranks), [statistics.mean(of_run) for of_run in sizes]]
+    same_size = any(abs(a - b) <= 0.02 * b for a, b in pairs)
+    how = "grows" if of_ranks > count else "shrinks"
+    values = {"one": count, "two": of_ranks, "how": how}
+    found = [judge(same_size, "global batch", "note", **values)]
+    same = all(Counter(a) == Counter(b) for a, b in zip(mine, theirs))
+    if not same or not same_size:
+        return found
+    other = other_rate(run.steps[0], answer.run.steps[0])
+    if other:
+        return [*found, other]
+    if not answer.comparable or answer.replayed.verdict.wrong:
+        return found
+    steps = run.steps[0]
+    if not any(step.weights for step in steps):
+        return found
+    far, where = compare.drift(steps, limit)
+    if where is None:
+        return [*found, line("ok", "alone weights", off=far)]
+    # The same rows, and nothing random: then the first gradient must be the same.
+    if any(step.draws or step.norms or step.other_draws for step in steps):
+        return found
+    rows = one.of(0, "rows")[0]
+    if not rows or Counter(rows) != Counter(two.of_all("rows")[0]):
+        return found
+    if not answer.right or answer.replayed.order == "in turn":
+        # In turn, it has had the batches of the ranks. Alone, it makes others.
+        return [*found, line("note", "alone differs", off=far, first=where)]
+    off = compare.distance(steps[0].gradients)
+    return found + [line("WRONG", "alone weights", off=off)] * (off > limit)
+
+
+def other_rate(one, two):
+    """A learning rate that is not that of two ranks in the same step."""
+    for number, (a, b) in enumerate(zip(one, two)):
+        for name in a.rates.keys() & b.rates.keys():
+            x, y = a.rates[name], b.rates[name]
+            if abs(x - y) > 1e-6 * max(abs(x), abs(y)):
+                values = {"one": f"{x:.4g}", "two": f"{y:.4g}", "first": number}
+                return line("WRONG", "rates", **values)
+    return None

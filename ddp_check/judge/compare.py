@@ -1,0 +1,382 @@
+"""The verdict on gradients: pure functions of what was recorded and what was replayed.
+
+compare() gives one verdict for each step. Each reason to excuse a step stands here, in
+EXCUSES, and reads only the traces of that step. To add one, add a function there, and a
+case to tests/test_judge.py.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+
+# How far a gradient or weights may be off, relative to their size.
+LIMITS = {True: 1e-5, False: 1e-2}  # in float64, and in float32
+# Uneven rows explain a difference of about the ratio of the rows, if the gradients of
+# the ranks are about as large as their mean. They may be somewhat larger.
+MOST_OF_UNEVEN_ROWS = 5
+
+
+@dataclasses.dataclass
+class Same:
+    """The gradient of one process is that of the ranks."""
+
+    distance: float
+
+
+@dataclasses.dataclass
+class Different:
+    """It is not. The distance is relative to the size of the right gradient."""
+
+    distance: float
+    factor: float | None = None  # most weights are so many times too large
+    names: list = dataclasses.field(default_factory=list)  # weights that are not
+    hidden: str = ""  # "hides it": after clipping it is the same; "may": unknown
+
+    def __str__(self):
+        """What is known of the difference, in a sentence."""
+        names = listed(self.names)
+        if self.factor is None:
+            text = f"Most of it is in {names}." if names else ""
+        elif abs(self.factor - 1) < 1e-2:
+            text = f"It is right in most weights, but not in {names}."
+        elif names:
+            text = f"It is {self.factor:.4g} times as large, but not in {names}."
+        else:
+            text = f"It is {self.factor:.4g} times as large."
+        if self.hidden == "hides it":
+            text += " That is before clipping, which hides it."
+        elif self.hidden and self.factor is None:
+            text += " Clipping may hide a common factor."
+        return text
+
+
+@dataclasses.dataclass
+class Excused:
+    """It was not judged. The reason is in the traces of the step."""
+
+    reason: str
+    rows: list = dataclasses.field(default_factory=list)  # uneven rows of the ranks
+    instead: Different | None = None  # what it would be without the excuse
+
+
+@dataclasses.dataclass
+class Verdict:
+    """All steps of a replay together."""
+
+    steps: int = 0
+    same: int = 0
+    off: float = 0.0  # the largest distance of those that are the same
+    first: int | None = None  # the first step that is different
+    different: Different | None = None
+    reason: str = ""  # why most of the others were excused
+    uneven: tuple | None = None  # (step, rows of the ranks, distance)
+
+    @property
+    def wrong(self):
+        return self.different is not None
+
+    @property
+    def right(self):
+        return not self.wrong and 2 * self.same > self.steps
+
+
+def summarize(verdicts):
+    verdict = Verdict(len(verdicts))
+    reasons = Counter()
+    for number, one in enumerate(verdicts):
+        if isinstance(one, Same):
+            verdict.same += 1
+            verdict.off = max(verdict.off, one.distance)
+        elif isinstance(one, Different):
+            if not verdict.wrong:
+                verdict.first, verdict.different = number, one
+        else:
+            reasons[one.reason] += 1
+            if one.rows and verdict.uneven is None:
+                verdict.uneven = (number, one.rows, one.instead.distance)
+    if reasons:
+        verdict.reason = reasons.most_common(1)[0][0]
+    return verdict
+
+
+def compare(
+    recorded,
+    replayed,
+    limit=LIMITS[True],
+    order="rank by rank",
+    loads=True,
+    missing="One process makes fewer steps.",
+):
+    """For each step of the ranks: Same, Different or Excused.
+
+    recorded: the steps of each rank. replayed: those of one process that got what they
+    had, in this order. loads: a DataLoader gives the samples. missing: why the replay
+    has no such step.
+    """
+    ones = {step.number if step.place < 0 else step.place: step for step in replayed}
+    fetched = [f for steps in recorded for step in steps for f in step.fetched]
+    known = {row for fetch in fetched for row in fetch.parts}
+    context = Context(order, loads, known)
+    verdicts = []
+    for number in range(max(map(len, recorded), default=0)):
+        ranks = [steps[number] for steps in recorded if number < len(steps)]
+        if len(ranks) < len(recorded):
+            verdicts.append(Excused("Not all ranks make this step."))
+        elif number not in ones:
+            verdicts.append(Excused(missing))
+        else:
+            verdicts.append(compare_step(ranks, ones[number], limit, context))
+    uneven = [v for v in verdicts if isinstance(v, Excused) and v.rows]
+    beyond = [v for v in uneven if v.instead.distance > most_of(v.rows)]
+    if not any(isinstance(v, Same) for v in verdicts) and 2 * len(beyond) > len(uneven):
+        return [v.instead if v in beyond else v for v in verdicts]
+    return verdicts
+
+
+@dataclasses.dataclass
+class Context:
+    """What excuses know beside the step."""
+
+    order: str
+    loads: bool
+    known: set  # the rows that loaders have given, in any step
+
+
+def compare_step(ranks, one, limit, context):
+    first = ranks[0]
+    table, before = one.gradients, one.unclipped
+    if any(step.gradient_bits != first.gradient_bits for step in ranks) or not table:
+        # The optimizer averages or clears the gradients. So compare what it does.
+        table, before = one.changes, {}
+    if not any(row.aa or row.bb for row in table.values()):
+        return Excused("There is no gradient, on the ranks and on one process.")
+    if not all(finite(row) for row in table.values()) and not first.finite:
+        return Excused("The gradients of the ranks are not finite.")
+    away = distance(table)
+    clips = first.clipped and one.clipped
+    if away <= limit:
+        if not (clips and before and was_clipped(table, before)):
+            return Same(away)
+        different = explain(before, limit)
+        if different.distance <= limit or not is_multiple(different, limit):
+            return Same(away)
+        different.hidden = "hides it"
+        return different
+    different = explain(table, limit)
+    if clips and before and distance(before) > limit:
+        different = explain(before, limit)
+        different.distance = away
+    elif clips:
+        different.hidden = "may"
+    for excuse, explains_all in EXCUSES:
+        reason = excuse(ranks, one, context)
+        if reason and (explains_all or not is_multiple(different, limit)):
+            rows = [len(step.inputs) for step in ranks]
+            return Excused(reason, rows if excuse is uneven_rows else [], different)
+    return different
+
+
+# ---- Excuses: what explains a difference, each from the traces of the step -----------
+def other_weights(ranks, one, context):
+    names = sorted({*ranks[0].trained} ^ {*one.trained})
+    if names:
+        return f"One process trains other weights than the ranks: {listed(names)}."
+    return ""
+
+
+def has_problems(ranks, one, context):
+    if one.problems:
+        return f"One process cannot get what the ranks had: {one.problems[0]}."
+    return ""
+
+
+def other_generators(ranks, one, context):
+    """Not if all ranks and one process have drawn the same."""
+    steps = [*ranks, one]
+    names = {name for step in steps for name in step.other_draws}
+    names = [n for n in names if len({step.other_draws.get(n) for step in steps}) > 1]
+    if names:
+        drawn = " and ".join(sorted(names))
+        return f"{drawn} draws in the step, and only torch's numbers are replayed."
+    return ""
+
+
+def has_hook(ranks, one, context):
+    if "hook" in ranks[0].marks:
+        return "A communication hook changes the gradients, such as by rounding."
+    return ""
+
+
+def other_calls(ranks, one, context):
+    a, b = ranks[0].backwards, one.backwards
+    if context.order != "in turn" and a != b:
+        return f"In a step, a rank calls backward() {a} times, one process {b}."
+    return ""
+
+
+def other_turns(ranks, one, context):
+    if context.order != "in turn":
+        return ""
+    for kind in ("inputs", "draws"):
+        mine = Counter(repr(x) for x in kind_of(one, kind))
+        theirs = Counter(repr(x) for step in ranks for x in kind_of(step, kind))
+        if mine != theirs:
+            return (
+                "One process makes more micro-steps than a rank, and these get other "
+                "samples or random numbers than the ranks had."
+            )
+    return ""
+
+
+def no_loader(ranks, one, context):
+    if context.loads or (one.inputs and same_inputs(ranks, one)):
+        return ""
+    return (
+        "It has no DataLoader, and one process makes other samples. To compare them, "
+        "make them from seeds and global numbers."
+    )
+
+
+def batched_again(ranks, one, context):
+    """One process got samples that the ranks had, but not in this step."""
+    mine = {row for step in ranks for row in step.parts}
+    if any(row in context.known for row in one.parts if row not in mine):
+        return (
+            "The batches are made again behind the DataLoader, and one process makes "
+            "others of the same samples."
+        )
+    return ""
+
+
+def filled_up(ranks, one, context):
+    rows = sum(len(step.inputs) for step in ranks)
+    if "alone" in one.marks and len(one.inputs) != rows:
+        return "Rank 0 reads for all ranks, and has filled up the batch."
+    return ""
+
+
+def is_padded(ranks, one, context):
+    if one.padded:
+        return (
+            "The ranks pad rows to different lengths. One process must pad them "
+            "further, and the value to pad with is a guess."
+        )
+    return ""
+
+
+def uneven_rows(ranks, one, context):
+    rows = [len(step.inputs) for step in ranks]
+    if len(set(rows)) > 1:
+        counts = " and ".join(map(str, rows))
+        return f"The ranks have unequal numbers of samples in a step ({counts})."
+    return ""
+
+
+# (the excuse, whether it also explains a gradient that is exactly some times as large)
+EXCUSES = [
+    (other_weights, True),
+    (has_problems, False),
+    (other_generators, False),
+    (has_hook, True),
+    (other_calls, True),
+    (other_turns, False),
+    (no_loader, False),
+    (batched_again, False),
+    (filled_up, False),
+    (is_padded, False),
+    (uneven_rows, False),
+]
+
+
+def same_inputs(ranks, one):
+    return Counter(one.inputs) == Counter(row for step in ranks for row in step.inputs)
+
+
+def kind_of(step, kind):
+    if kind == "inputs":
+        return step.inputs
+    return [(draw.name, draw.shape, draw.checksum) for draw in step.draws]
+
+
+def most_of(rows):
+    """The largest distance that so many rows on each rank can explain."""
+    total = sum(rows) or 1
+    ratio = sum(abs(1 / len(rows) - count / total) for count in rows)
+    return MOST_OF_UNEVEN_ROWS * ratio
+
+
+# ---- Distances, from the exact sums of each weight -----------------------------------
+def finite(row):
+    return all(map(math.isfinite, (row.aa, row.bb, row.ab, row.off)))
+
+
+def distance(table):
+    """Of the reference from the right one (of one process), relative to its size."""
+    if not all(map(finite, table.values())):
+        return math.inf
+    sizes = [sum(row.bb for row in table.values()), sum(r.aa for r in table.values())]
+    off = sum(row.off for row in table.values())
+    return math.sqrt(off / (sizes[0] or sizes[1])) if off else 0.0
+
+
+def drift(steps, limit):
+    """How far a relaunch, or one process alone, is from the reference.
+
+    It is relative to how far the weights have come since the start. Returns the largest
+    distance, and the first step that has more than the limit.
+    """
+    far, where = 0.0, None
+    for number, step in enumerate(steps):
+        rows = step.weights.values()
+        off, size = sum(row.off for row in rows), sum(row.aa for row in rows)
+        apart = math.sqrt(off / size) if off and size else float(off > 0)
+        if not math.isfinite(apart):
+            apart = math.inf
+        far = max(far, apart)
+        if where is None and not apart < limit:
+            where = number
+    return far, where
+
+
+def was_clipped(table, before):
+    sizes = [sum(row.bb for row in rows.values()) for rows in (table, before)]
+    return abs(sizes[0] - sizes[1]) > 1e-6 * sizes[1]
+
+
+def is_multiple(different, limit):
+    """Whether all weights are the same number of times too large."""
+    factor = different.factor
+    return factor is not None and not different.names and abs(factor - 1) > limit
+
+
+def explain(table, limit):
+    """Different: with the factor that most weights share, and those that do not."""
+    if not all(map(finite, table.values())):
+        names = [name for name, row in table.items() if not finite(row)]
+        return Different(math.inf, None, names)
+    total = sum(row.bb for row in table.values()) or sum(r.aa for r in table.values())
+    least = (limit / 10) ** 2 * total  # smaller ones are rounding
+    counted = {n: row for n, row in table.items() if max(row.aa, row.bb) > least}
+    factors = {}
+    for name, row in counted.items():
+        # What is left if the right one, times this factor, is taken away.
+        rest = row.aa - row.ab**2 / row.bb if row.bb else math.inf
+        if rest <= limit**2 * max(row.aa, row.bb):
+            factors[name] = row.ab / row.bb
+    away = distance(table)
+    best = []
+    for factor in sorted(factors.values(), key=lambda factor: abs(factor - 1)):
+        near = 2 * limit * max(1, abs(factor))
+        alike = [n for n, other in factors.items() if abs(other - factor) <= near]
+        best = max(best, alike, key=len)  # the first of several: the one nearest to 1
+    if 2 * len(best) <= len(counted):
+        worst = sorted(counted, key=lambda name: -counted[name].off)
+        wrong = [name for name in worst if counted[name].off > limit**2 * total]
+        return Different(away, None, wrong[:3])
+    factor = sum(factors[name] for name in best) / len(best)
+    return Different(away, factor, [name for name in counted if name not in best])
+
+
+def listed(names):
+    text = ", ".join(names[:3])
+    return f"{text} and {len(names) - 3} more" if len(names) > 3 else text

@@ -1,0 +1,363 @@
+"""The first answer: two ranks, and one process that replays what they had."""
+
+import dataclasses
+import itertools
+import re
+
+from ddp_check.judge import compare
+from ddp_check.judge.samples import Samples, judge_samples
+from ddp_check.rows import judge, line
+from ddp_check.trace import Replay
+
+SPAWNS = "it starts its own ranks"
+
+
+@dataclasses.dataclass
+class First:
+    """What the other judges know of the first answer."""
+
+    run: object  # two ranks
+    samples: Samples
+    comparable: bool = False  # the ranks train together, on different samples
+    replayed: object = None  # a Replayed
+    alone: object = None  # the launch of one process, which may still run
+    outside: bool = False  # it saves files that all launches share
+
+    @property
+    def right(self):
+        return self.replayed is not None and self.replayed.verdict.right
+
+
+@dataclasses.dataclass
+class Replayed:
+    verdict: compare.Verdict
+    one: object  # the Run of one process
+    order: str  # how the rows of the ranks were joined
+
+
+def first_answer(launcher, report, alone):
+    """Returns a First, or None if nothing else can be judged.
+
+    alone: one process alone is wanted later. It is started beside the replay.
+    """
+    run = first_launch(launcher, report)
+    if run is None:
+        return None
+    found, goes_on, same = judge_run(run)
+    report.say(*found)
+    if not goes_on:
+        return None
+    first = First(run, Samples(run))
+    first.outside = any(finding.row == "outside" for finding in found)
+    found, differ = judge_samples(first.samples)
+    report.say(*found)
+    sharded = any(step.sharded for step in run.steps[0])
+    first.comparable = same and differ and not sharded
+    if first.comparable:
+        if alone and not first.outside:
+            first.alone = launcher.start("1-rank", 1, **reference(run))
+        first.replayed = replay(launcher, report, run, first.samples)
+        report.say(*judge_masks(run, first.replayed))
+    elif not sharded:
+        report.say(line("note", "left out", what="the gradients"))
+    report.say(*judge_norms(run, sharded), *judge_lines(run, report.name))
+    return first
+
+
+# ---- The launch of two ranks ---------------------------------------------------------
+def first_launch(launcher, report):
+    """Two ranks: in float64 if that works, with pretended GPUs if it asks for them."""
+    launcher.gpus = needs_gpus(launcher)
+    report.title("Two ranks, in float64")
+    run = with_gpus(launcher, report, record(launcher, "2-ranks", probe=True))
+    if SPAWNS in run.said.get("errors", ""):
+        report.say(line("note", "spawns"))
+        return None
+    # A rank that has failed may leave the other one waiting.
+    failed = "Traceback" in run.said.get("errors", "")
+    if not run.ended_well and (failed or not run.hangs):
+        run.raise_own_fault()
+        launcher.float64 = False
+        report.title("It fails: again, in float32")
+        again = with_gpus(launcher, report, record(launcher, "2-ranks-float32"))
+        again.raise_own_fault()
+        if again.ended_well:
+            words = dataclasses.replace(run, hangs=False).words()
+            report.say(line("note", "float32", error=words["error"]))
+        run = again
+    # Gloo, which takes the place of NCCL, refuses some calls.
+    words = run.words()
+    refused = re.search("gloo|not implemented", words["error"], re.I)
+    refused = refused and "by peer" not in words["error"]
+    refused = refused and launcher.gpus and not run.ended_well
+    if refused or "cannot be imitated" in run.said.get("errors", ""):
+        report.say(line("note", "imitated", **words))
+        return None
+    if run.ended_well and not any(run.steps):
+        report.say(line("note", "no optimizer"))
+        return None
+    return run
+
+
+def needs_gpus(launcher):
+    """Whether the text of the script takes GPUs for granted: then it gets them at once.
+
+    Otherwise the first launch tells: see with_gpus().
+    """
+    if launcher.script[0] == "-m":
+        return False
+    with open(launcher.script[0], errors="replace") as file:
+        text = file.read()
+    return bool(re.search("(?i)cuda|nccl", text)) and not re.search(
+        "is_available|cpu|gloo", text
+    )
+
+
+def with_gpus(launcher, report, run):
+    """Another launch with pretended GPUs, if this one has missed them."""
+    steps, marks = run.steps[0], run.marks()
+    alone = steps and not trains_together(run) and not any(s.collectives for s in steps)
+    asks = "cuda" in marks and "wrapped" not in marks
+    wants = re.search("cuda|nccl|nvidia|accelerator|gpu", run.why(), re.I)
+    failed = not steps and not run.hangs
+    if launcher.gpus or not (failed and wants or alone and asks):
+        return run
+    launcher.gpus = True
+    report.title("It asks for GPUs: again, with a CPU that pretends to be one")
+    return record(launcher, f"{run.name}-gpu")
+
+
+def record(launcher, name, **options):
+    return launcher.start(name, record=True, lines=True, **options).end()
+
+
+def reference(run):
+    """The options of a launch that is compared with this one."""
+    return {"reference": str(run.log), "reference_ranks": run.ranks}
+
+
+# ---- What two ranks did --------------------------------------------------------------
+def trains_together(run):
+    """Whether most steps call DDP, or reduce as many numbers as the gradient has."""
+    steps = run.steps[0]
+    carries = [
+        s.ddp_forwards or 0 < s.gradient_values <= s.floats_reduced for s in steps
+    ]
+    return steps[0].ranks > 1 and 2 * sum(map(bool, carries)) > len(steps)
+
+
+def judge_run(run):
+    """(the findings, whether it can be judged further, and whether the ranks agree)."""
+    if run.ended_well and any(run.steps) and not all(run.steps):
+        one, two = map(len, run.steps[:2])
+        return [line("WRONG", "steps", one=one, two=two)], False, False
+    if not run.ended_well:
+        row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
+        return [line("WRONG", row, **run.words())], False, False
+    one, two = run.steps[:2]
+    if any(step.tensor_parallel for step in one):
+        return [line("note", "tensor parallel")], False, False
+    found = []
+    first = next((a.number for a, b in zip(one, two) if a.bits != b.bits), None)
+    if trains_together(run):
+        found.append(line("ok", "alone"))
+    else:
+        # A collective of something else trains nothing together. The weights tell.
+        idle = 2 * sum(s.collectives + s.ddp_forwards > 0 for s in one) <= len(one)
+        uncalled = 2 * sum(s.ddp_forwards > 0 for s in one) <= len(one)
+        if "wrapped" in run.marks() and uncalled and (idle or first is not None):
+            return [line("WRONG", "not called")], False, False
+        if idle:
+            return [line("WRONG", "alone")], False, False
+    strange = not_finite(run)
+    if strange:
+        return [*found, strange], False, False
+    moved = [name for step in one for name in changed(run, step)]
+    found.append(judge(bool(moved), "moves", steps=len(one)))
+    if not moved:
+        return found, False, False
+    found.append(judge(not run.stayed, "left", pids=run.stayed))
+    if one[-1].address:
+        found.append(line("note", "address", address=one[-1].address))
+    saved = [step.outside for steps in run.steps for step in steps if step.outside]
+    if saved:
+        found.append(line("note", "outside", path=saved[-1]))
+    if "shared gpu" in run.marks(1):
+        found.append(line("WRONG", "same gpu"))
+    joins = "join" in run.marks()  # it expects unequal numbers
+    counts = {"one": len(one), "two": len(two)}
+    same = len(one) == len(two)
+    found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
+    if any(step.sharded for step in one):
+        return [*found, line("note", "sharded")], True, False
+    if same or not joins:
+        found.append(judge(first is None, "weights", first=first))
+    return found, True, same and first is None
+
+
+def not_finite(run):
+    starts = all(start.finite for start in run.traces[0].starts)
+    steps = [step.number for step in run.steps[0] if not step.finite]
+    if starts and not steps:
+        return None
+    values = {"when": "before the first step"}
+    values["hint"] = "Does it start from uninitialized weights?"
+    if starts:
+        values["when"] = f"from step {steps[0]} on"
+        values["hint"] = "Is the learning rate too high?"
+    return line("WRONG", "finite", **values)
+
+
+def changed(run, step):
+    """The trained weights that are not as they were when they were first seen."""
+    began = {
+        n: bits for start in run.traces[0].starts for n, bits in start.bits.items()
+    }
+    return [n for n in step.trained if step.bits.get(n) != began.get(n)]
+
+
+def judge_norms(run, sharded):
+    """Whether each rank has its own batch norm statistics, and evaluates with them."""
+    one, two = run.steps[:2]
+    if sharded or not any(step.norms for step in one):
+        return []
+    pairs = [(a.evaluated, b.evaluated) for a, b in zip(one, two)]
+    if any(a and b and a != b for a, b in pairs):
+        detail = "They evaluate with these."
+    elif any(a and not b for a, b in pairs) and not any(b for _, b in pairs):
+        detail = "Rank 0 alone evaluates, with its own."
+    elif any(a for a, _ in pairs):
+        return []  # all ranks evaluate with the same ones
+    else:
+        detail = "No evaluation was seen."
+    return [line("note", "batch norm", detail=detail)]
+
+
+def judge_lines(run, name):
+    ends = [of_rank.end for of_rank in run.traces if of_rank.end]
+    ran = {number for end in ends for number in end.lines_run}
+    texts = []
+    lines = sorted({number for end in ends for number in end.lines})
+    for has_run, group in itertools.groupby(lines, ran.__contains__):
+        first, *more = group
+        if not has_run:
+            texts.append(f"{first}-{more[-1]}" if more else f"{first}")
+    if not texts or not ran:
+        return []
+    text = ", ".join(texts[:8])
+    if len(texts) > 8:
+        text += f", and {len(texts) - 8} more places"
+    return [line("note", "lines", lines=text, name=name)]
+
+
+# ---- One process with what the ranks had ---------------------------------------------
+def replay(launcher, report, run, samples, order=""):
+    """Replay it, and say what it shows. order: that with which two ranks were right."""
+    results = []
+    orders = [order] if order else ["rank by rank", "row by row"]
+    for order in orders:
+        results.append(replay_in_order(launcher, report, run, samples, order))
+        calls = [r.steps[0][0].backwards for r in (run, results[-1].one) if r.steps[0]]
+        if order == "rank by rank" and calls[1:] == [run.ranks * calls[0]] != [0]:
+            # Gradient accumulation that is divided by the number of ranks
+            results = [replay_in_order(launcher, report, run, samples, "in turn")]
+            break
+        if not results[-1].verdict.wrong:  # or not judged, which no order changes
+            break
+    best = results[-1]
+    if best.verdict.wrong:
+        best = min(results, key=lambda result: result.verdict.different.distance)
+    report.say(*judge_gradients(best.verdict, run))
+    return best
+
+
+def replay_in_order(launcher, report, run, samples, order):
+    """One process, with the batches and random numbers of all ranks.
+
+    order: their rows are joined "rank by rank" or "row by row" (the first of each rank,
+    then the second, ...), or the batches come "in turn".
+    """
+    options = {"replay": Replay(samples.keys, order), "steps": 0, **reference(run)}
+    name = f"1-as-{run.name}-{order.replace(' ', '-')}"
+    report.title(f"One process with what {run.ranks} ranks had, {order}")
+    one = launcher.run(name, 1, **options)
+    one.raise_own_fault()
+    if launcher.gpus and one.ended_well and not one.steps[0]:
+        report.title(f"The same with {run.ranks} GPUs")  # some scripts insist on them
+        one = launcher.run(f"{name}-gpus", 1, gpus=run.ranks, **options)
+    limit = compare.LIMITS[launcher.float64]
+    loads = bool(samples.keys[0])
+    steps = compare.compare(run.steps, one.steps[0], limit, order, loads, missing(one))
+    return Replayed(compare.summarize(steps), one, order)
+
+
+def missing(one):
+    """Why one process has not made a step."""
+    if not one.ended_well:
+        return f"One process fails: {one.words()['error']}."
+    if not one.steps[0]:
+        return "One process makes no step."
+    if "cut" in one.marks():
+        return "The ranks had more than is recorded (1 GiB)."
+    return "One process makes fewer steps."
+
+
+def judge_gradients(verdict, run):
+    values = {"ranks": run.ranks, "steps": verdict.steps, "same": verdict.same}
+    if verdict.wrong:
+        different = verdict.different
+        values |= {"off": different.distance, "first": verdict.first}
+        values |= {"scale": str(different), "factor": different.factor}
+        values |= {"weights": different.names}
+        buffers = differing_buffers(run)
+        if buffers and not compare.is_multiple(different, 1e-5):
+            return [line("WRONG", "buffers", names=buffers, **values)]
+        row = "later gradient" if verdict.first == verdict.same > 0 else "gradient"
+        return [line("WRONG", row, **values)]
+    found = []
+    if verdict.right:
+        found.append(line("ok", "gradient", off=verdict.off, **values))
+    else:
+        left = verdict.steps - verdict.same
+        reason = f"{verdict.reason} ({left} of {verdict.steps} steps)"
+        found.append(line("note", "not replayed", reason=reason, **values))
+    if verdict.uneven:
+        step, rows, off = verdict.uneven
+        values |= {"first": step, "rows": " and ".join(map(str, rows)), "off": off}
+        found.append(line("note", "uneven", **values))
+    buffers = differing_buffers(run)
+    if verdict.right and buffers and run.ranks == 2:
+        found.append(line("note", "buffers differ", names=buffers))
+    return found
+
+
+def differing_buffers(run):
+    names = set()
+    for steps in zip(*run.steps):
+        for step in steps[1:]:
+            names |= {n for n, _ in steps[0].buffers.items() ^ step.buffers.items()}
+    return sorted(names)
+
+
+def judge_masks(run, replayed):
+    """Whether the ranks draw the same random numbers for different samples.
+
+    The replay knows which draws belong to the samples of a rank. They are the same if
+    the generators of the ranks had the same state, also if the shapes differ.
+    """
+    if "own seed" in run.marks():
+        return []  # the GPUs were seeded apart, and here there is one generator
+    joined = {name for s in replayed.one.steps[0] for name in [*s.alike, *s.different]}
+    alike, different = set(), set()
+    for a, b in zip(*run.steps[:2]):
+        for name in joined:
+            pair = [
+                [d.state for d in s.draws if name in (d.name, f"torch.{d.name}()")]
+                for s in (a, b)
+            ]
+            for one, two in zip(*pair):
+                (alike if one == two else different).add(name)
+    names = sorted(alike - different)
+    if names:
+        return [line("note", "masks", names=", ".join(names))]
+    return [line("ok", "masks")] if different else []

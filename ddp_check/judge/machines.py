@@ -1,0 +1,90 @@
+"""Two machines with one rank each: two torchruns on this machine."""
+
+import os
+
+from ddp_check.result import FILE_HINT
+from ddp_check.rows import line
+
+ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors"
+
+
+def start(launcher, answer):
+    """With a pretended GPU on each if the script asks for GPUs. There is no cuda:1."""
+    gpus = int(launcher.gpus or "cuda" in answer.run.marks())
+    return launcher.start("machines", machines=2, gpus=gpus)
+
+
+def check(launcher, report, run, answer):
+    """At most two more launches: without GPUs, or in one folder."""
+    two = answer.run
+    asks = "cuda" in two.marks() and not launcher.gpus
+    ordinal = "invalid device ordinal" in run.said.get("errors", "")
+    if asks and not ordinal and not run.hangs and run.bits != two.bits:
+        report.title("Two machines, without pretended GPUs")
+        run = launcher.run("machines-cpu", machines=2, gpus=0)
+    if launcher.gpus and run.ended_well and not any(run.steps):
+        report.title("The same with two GPUs on each")
+        run = launcher.run("machines-gpus", machines=2, gpus=2)
+    shared = None
+    if not run.trained and (run.hangs or run.words()["hint"] == FILE_HINT):
+        # If each machine waits for a file of the other one, it trains in one folder.
+        report.title("Two machines that share a folder")
+        folder = run.log / "shared"
+        launch = launcher.start("machines-shared", machines=2, folders=[folder] * 2)
+        shared = launch.end(timeout=20 + 5 * two.seconds)
+    found, trained = judge_start(run, shared)
+    report.say(*found)
+    if trained is None:
+        return
+    found, unsure = judge_machines(trained, answer.samples)
+    report.say(*found)
+    if unsure:
+        report.say(judge_bits(launcher, report, trained, two))
+    if trained is not shared:
+        report.say(*judge_files([folder.parent for folder in trained.folders]))
+
+
+def judge_start(run, shared):
+    """(the findings, the run that has trained or None)."""
+    if run.trained:
+        return [], run
+    words = run.words()
+    if shared is not None and shared.trained:
+        return [line("note", "shared disk", error=words["error"])], shared
+    if "cannot be imitated" in run.said.get("errors", ""):
+        return [line("note", "imitated", **words)], None
+    if run.ended_well:
+        return [line("note", "no step", what="two machines")], None
+    return [line("WRONG", "machines start", **words)], None
+
+
+def judge_machines(run, samples):
+    """(the findings, whether other bits are left to be judged)."""
+    of_machines = type(samples)(run)
+    rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]
+    one, two = [2 * len(of_rank) for of_rank in rows]
+    if one != two:
+        return [line("note", "machine batch", one=one, two=two)], False
+    if run.bits == samples.run.bits:
+        return [line("ok", "machines")], False
+    return [], True
+
+
+def judge_bits(launcher, report, run, two):
+    """They are other bits. That is wrong only if the same command repeats its bits."""
+    report.title("Is it random? The same command again")
+    again = launcher.run("2-ranks-repeated")
+    if again.bits[0] != two.bits[0]:
+        return line("note", "random", what="two machines")
+    return line("WRONG", "machines")
+
+
+def judge_files(machines):
+    names = set.intersection(*[checkpoints_in(folder) for folder in machines])
+    return [line("note", "both save", names=sorted(names))] if names else []
+
+
+def checkpoints_in(machine):
+    paths = [path for path in machine.rglob("*") if path.suffix in ENDINGS]
+    paths = [path for path in paths if not path.is_symlink()]
+    return {os.path.relpath(path, machine / "folder") for path in paths}

@@ -1,0 +1,142 @@
+"""Which samples the ranks train on: a table, sample -> the (rank, step) that had it."""
+
+from collections import Counter
+
+from ddp_check.rows import judge, line
+
+
+def trained_on(steps):
+    """(loader, iteration) of what a rank trains on, and not only evaluates."""
+    uses = {}
+    for fetch in [fetch for step in steps for fetch in step.fetched]:
+        counts = uses.setdefault(fetch.key, Counter())
+        use = "trains" if fetch.trains else "evaluates"
+        counts[use] += fetch.trains or fetch.evaluates
+    return [k for k, n in uses.items() if n["trains"] >= max(1, n["evaluates"])]
+
+
+class Samples:
+    """Those of a run. kind: they are known by "ids", "rows" or "inputs"."""
+
+    def __init__(self, run):
+        self.run = run
+        self.keys = [trained_on(steps) for steps in run.steps]
+        self.data = [self.data_of(rank) for rank in range(run.ranks)]
+        self.kind = "inputs"  # what a module gets
+        for kind in ("rows", "ids"):  # batches of a loader, or their indices
+            known = all(any(self.of(rank, kind)) for rank in range(run.ranks))
+            if known and (kind == "rows" or len(set(self.data)) == 1):
+                self.kind = kind
+
+    def of(self, rank, kind=None):
+        """For each step, the checksums of what the rank has trained on."""
+        kind = kind or self.kind
+        steps = self.run.steps[rank]
+        if kind == "inputs":
+            return [step.inputs for step in steps]
+        keys = set(self.keys[rank])
+        mine = [[fetch for fetch in s.fetched if fetch.key in keys] for s in steps]
+        return [[x for f in fetched for x in getattr(f, kind)] for fetched in mine]
+
+    def of_all(self, kind=None):
+        """For each step, those of all ranks."""
+        ranks = [self.of(rank, kind) for rank in range(self.run.ranks)]
+        return [sum(rows, []) for rows in zip(*ranks)]
+
+    def data_of(self, rank):
+        """A checksum of sample 0, where there is one."""
+        loaders = {loader for loader, _ in self.keys[rank]}
+        fetched = [f for step in self.run.steps[rank] for f in step.fetched]
+        known = [f.data for f in fetched if f.data and f.key[0] in loaders]
+        return known[0] if known else 0
+
+    def first_epoch(self):
+        """The number of steps in the first iteration of the loader, if it has ended."""
+        keys = self.keys[0]
+        if not keys or (len(keys) == 1 and len({loader for loader, _ in keys}) == 1):
+            return None
+        for number, step in enumerate(self.run.steps[0]):
+            if any(fetch.key == keys[1] for fetch in step.fetched):
+                return number or None
+        return None
+
+    def table(self, kind=None):
+        """{sample: how often each (rank, step) had it}, of two ranks."""
+        table = {}
+        for rank in (0, 1):
+            for step, rows in enumerate(self.of(rank, kind)):
+                for row in rows:
+                    table.setdefault(row, Counter())[rank, step] += 1
+        return table
+
+    def share_in_step(self, kind=None):
+        """The share of rank 0's samples that rank 1 has in the same step, or None."""
+        common = chance = total = 0
+        last = len(self.run.steps[0]) - 1
+        for places in self.table(kind).values():
+            for (rank, step), count in list(places.items()):
+                if rank == 0 and step < last:
+                    total += count
+                    common += min(count, places[1, step])
+                    # Rows that all steps have, or of few values, come next as well.
+                    chance += min(count, places[1, step + 1])
+        return None if total == chance else (common - chance) / (total - chance)
+
+    def share_in_epoch(self, steps, kind="ids"):
+        """The share of rank 0's first epoch that is in rank 1's. None: too few."""
+        epochs = [set(sum(self.of(rank, kind)[:steps], [])) for rank in (0, 1)]
+        return len(epochs[0] & epochs[1]) / len(epochs[0]) if epochs[0] else None
+
+
+def judge_samples(samples):
+    """(the findings, whether the ranks train on different samples)."""
+    run, kind, found = samples.run, samples.kind, []
+    share = samples.share_in_step()
+    if share is not None and share >= 0.2 and kind != "inputs":
+        loaded = sum(map(len, samples.of(0)))
+        enter = sum(map(len, samples.of(0, "inputs")))
+        of_inputs = samples.share_in_step("inputs")
+        if enter * run.ranks <= loaded * 1.05 or of_inputs is None:
+            share = of_inputs  # each rank takes its share of the batch by itself
+    if share is None:
+        found.append(line("note", "no samples"))
+    elif 0.2 <= share < 0.9:
+        found.append(line("note", "overlap", share=share))
+    else:
+        found.append(judge(share < 0.2, "samples", share=share))
+        if share >= 0.2:
+            return found, False
+    steps = samples.first_epoch()
+    in_epoch = samples.share_in_epoch(steps) if steps else None
+    if kind == "ids" and in_epoch is not None:
+        if (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
+            if len(set(sum(samples.of(0)[:steps], []))) > 2:
+                found.append(line("note", "whole epoch", share=in_epoch))
+    elif in_epoch is not None and in_epoch < 0.2:
+        if all(samples.data) and len(set(samples.data)) > 1:
+            found.append(line("note", "own data"))
+    found += judge_order(samples)
+    marks = run.marks()
+    if "unseeded" in run.steps[0][0].marks and "seeded" not in marks:
+        found.append(line("note", "unseeded"))
+    return found, True
+
+
+def judge_order(samples):
+    """Whether epochs have the same order: those of a loader, or of the run."""
+    epochs = {}
+    for step in samples.run.steps[0]:
+        for fetch in step.fetched:
+            epochs.setdefault(fetch.key, []).append(tuple(fetch.ids))
+    epochs = [epochs[key] for key in samples.keys[0]]
+    epochs = [epoch for epoch in epochs if sum(map(len, epoch)) > 1]
+    rows = samples.of(0)
+    for steps in range(2, len(rows) // 2 + 1):
+        if rows[steps:] == rows[:-steps] and any(rows):
+            return [line("note", "order", which="each epoch has", steps=steps)]
+    pairs = list(zip(epochs, epochs[1:]))
+    for i, (one, two) in enumerate(pairs):
+        if one == two:
+            which = f"epochs {i} and {i + 1} have"
+            return [line("note", "order", which=which, steps=len(one))]
+    return [line("ok", "order")] if pairs else []

@@ -1,0 +1,510 @@
+"""For a script that asks for CUDA and NCCL: it gets the CPU and gloo.
+
+Tensors stay on the CPU, so every result is that of a CPU. What the script asks of
+torch.cuda and torch.accelerator is answered by Gpus, or by the rules of answer_to().
+Nothing else can be imitated, and is refused.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+import types
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from ddp_check.rank.float64 import enter
+from ddp_check.rank.patch import (
+    MEETS,
+    PRIVATE,
+    DeviceContext,
+    always,
+    private,
+    stand_in,
+    wrap,
+)
+
+PROPERTIES = {"name": "NVIDIA A100 (pretended)", "major": 8, "minor": 0, "uuid": "0"}
+PROPERTIES |= {"total_memory": 80 * 2**30, "multi_processor_count": 108}
+PROPERTIES |= {"max_threads_per_multi_processor": 2048, "warp_size": 32}
+PROPERTIES |= {"L2_cache_size": 40 * 2**20, "is_integrated": 0, "gcnArchName": ""}
+
+# The first rule whose beginning fits a name of torch.cuda says what it answers.
+ANSWERS = [
+    (False, "is_current_stream_capturing"),
+    (True, "is_ can_"),
+    (Counter(), "memory_stats host_memory_stats"),
+    ([], "memory_snapshot"),
+    ("a pretended GPU uses no memory", "memory_summary"),
+    ((60 * 2**30, 80 * 2**30), "mem_get_info get_memory_info"),
+    (None, "set_ reset_ empty_ init _lazy_init synchronize ipc_collect seed"),
+    (None, "_record_memory_history _dump_snapshot"),
+    (0, "memory_ max_memory_ get_sync_debug_mode range_ mark"),
+    (["sm_80"], "get_arch_list"),
+    ("", "get_gencode_flags"),
+    ("native", "get_allocator_backend"),
+    ((2, 27, 5), "version"),
+    (torch.device("cuda"), "current_accelerator"),
+]
+
+
+def answer_to(name):
+    """What torch.cuda's function of this name answers, or None if nobody knows."""
+    for answer, beginnings in ANSWERS:
+        if name.startswith(tuple(beginnings.split())):
+            return functools.partial(always, answer, None)
+    return None
+
+
+class CannotImitate(RuntimeError):
+    """The script asks a pretended GPU for what no CPU can do."""
+
+
+class Stream:
+    """Everything runs at once, so there is nothing to wait for."""
+
+    priority = stream_id = cuda_stream = 0
+
+    def __init__(self, *args, **kwargs):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def wait(self, *args):
+        """For an event or a stream."""
+
+    wait_event = wait_stream = synchronize = wait
+
+    def query(self):
+        return True
+
+    def is_capturing(self):
+        return False
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record()
+        return event
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+class Event(Stream):
+    def record(self, stream=None):
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return 1000 * (end.time - self.time)
+
+
+class Gpus:
+    """The GPUs of this machine: one for each of its ranks.
+
+    What has a public name answers in place of what torch.cuda has under this name. The
+    other methods replace functions of torch: their first argument is the original.
+    """
+
+    Stream = current_stream = default_stream = Stream
+    Event = Event
+    stream = StreamContext = device_of = contextlib.nullcontext
+
+    def __init__(self, count):
+        self._count = count
+        self._current = 0
+        self._used = set()  # those that the script has named
+        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._seed = torch.initial_seed()
+        self._nccl = set()  # the names of the groups that seem to use it
+
+    def _find(self, device=None):
+        """The number of a GPU. It fails if the machine does not have so many."""
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, torch.device):  # that of a tensor is the CPU
+            device = device.index if device.type == "cuda" else None
+        index = self._current if device is None else int(device)
+        if not 0 <= index < self.device_count():
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal: cuda:{index} on a machine with "
+                f"{self.device_count()} ranks, which seems to have a GPU for each"
+            )
+        self._used.add(index)
+        # FSDP1 takes a second to import. So it is changed when the script has it.
+        module = sys.modules.get("torch.distributed.fsdp")
+        fsdp = getattr(module, "FullyShardedDataParallel", None)
+        if fsdp and not hasattr(fsdp.__init__, "__wrapped__"):
+            wrap(fsdp, "__init__", shard_on_cpu)
+            stay = functools.partial(always, contextlib.nullcontext())
+            wrap(module._flat_param.FlatParamHandle, "to_cpu", stay)
+        return index
+
+    def _on_cpu(self, place):
+        """The CPU instead of a GPU. What is no place remains as it is."""
+        is_gpu = type(place) is int
+        if isinstance(place, (str, torch.device)):
+            is_gpu = str(place).partition(":")[0] == "cuda"
+        if not is_gpu:
+            return place
+        self._find(place)
+        return torch.device("cpu") if isinstance(place, torch.device) else "cpu"
+
+    def _has_own_seed(self):
+        """Whether it was seeded by itself, and not with the CPU."""
+        return self._seed != torch.initial_seed()
+
+    def _is_shared(self):
+        """Whether this rank uses rank 0's GPU, and no other, with NCCL."""
+        rank = int(os.environ["LOCAL_RANK"])
+        return bool(self._nccl) and 0 < rank < self.device_count() and self._used == {0}
+
+    def device_count(self):
+        count = self._count
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible and visible != self._visible:  # the script has set it
+            count = min(count, len(visible.split(",")))
+        return count
+
+    def current_device(self):
+        return self._find()
+
+    def set_device(self, device):
+        if device is None:
+            raise ValueError("Expected a torch.device or an integer, but got: None")
+        if device != -1:
+            self._current = self._find(device)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before = self._current
+        try:
+            self.set_device(before if device is None else device)
+            yield
+        finally:
+            self._current = before
+
+    # The same under torch.accelerator's names
+    current_device_index = current_device_idx = current_device
+    set_device_index = set_device_idx = set_device
+    device_index = device
+
+    def get_device_properties(self, device=None):
+        self._find(device)
+        return types.SimpleNamespace(**PROPERTIES)
+
+    def get_device_name(self, device=None):
+        return self.get_device_properties(device).name
+
+    def get_device_capability(self, device=None):
+        return 8, 0
+
+    # All random numbers come from the CPU's generator. So its state is the one to keep.
+    # But a seed for the GPU alone must not change what the script draws on the CPU.
+    def get_rng_state(self, device=None):
+        return torch.get_rng_state()
+
+    def get_rng_state_all(self):
+        return [torch.get_rng_state() for _ in range(self.device_count())]
+
+    def set_rng_state(self, state, device=None):
+        torch.set_rng_state(state)
+
+    def set_rng_state_all(self, states):
+        torch.set_rng_state(states[min(self._current, len(states) - 1)])
+
+    def manual_seed(self, seed):
+        self._seed = int(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self):
+        return self._seed
+
+    def _places(self, call, *args, **kwargs):
+        for name in ("device", "device_type"):
+            if name in kwargs:
+                kwargs[name] = self._on_cpu(kwargs[name])
+        return call(*[self._on_cpu(value) for value in args], **kwargs)
+
+    def _autocast(self, ask, device_type="cuda"):
+        return ask(self._on_cpu(device_type))
+
+    def _cuda_storage(self, cuda, storage, device=None, non_blocking=False):
+        self._find(device)
+        return storage
+
+    def _load_storage(self, storage, location):
+        """torch.load() asks this first. None: ask others."""
+        if location.partition(":")[0] == "cuda":
+            self._find(location)
+            return storage
+
+    def _start_thread(self, start, thread):
+        """A mode holds for one thread."""
+        run = thread.run
+
+        def run_on_cpu():
+            with OnCpu(self):
+                run()
+
+        thread.run = run_on_cpu
+        start(thread)
+
+    def _data_parallel(self, create, model, module, device_ids=None, *args, **kwargs):
+        """As it is without GPUs: it calls the module."""
+        for device in device_ids or []:
+            self._find(device)
+        nn.Module.__init__(model)
+        model.module = module
+        model.device_ids = []
+
+    def _ddp(self, create, ddp, module, device_ids=None, output_device=None, **options):
+        for device in [*(device_ids or []), output_device]:
+            self._find(device)
+        create(ddp, module, **options)
+
+    def _join(self, join, backend=None, *args, device_id=None, **options):
+        self._find(device_id)
+        options.pop("pg_options", None)
+        join(gloo_for(backend), *args, **options)
+        if str(backend).lower() == "nccl":
+            self._nccl.add(dist.group.WORLD.group_name)
+
+    def _group(self, create, ranks=None, timeout=None, backend=None, *args, **options):
+        options.pop("pg_options", None)
+        options.pop("device_id", None)
+        group = create(ranks, timeout, gloo_for(backend), *args, **options)
+        world = dist.group.WORLD.group_name in self._nccl
+        if str(backend).lower() == "nccl" or (backend is None and world):
+            self._nccl.add(getattr(group, "group_name", None))
+        return group
+
+    def _get_backend(self, ask, group=None):
+        """Torch itself gets the truth: some of its functions depend on it."""
+        name = getattr(group or dist.group.WORLD, "group_name", None)
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if name in self._nccl and not caller.startswith("torch."):
+            return dist.Backend("nccl")
+        return ask(group)
+
+    def _barrier(self, barrier, group=None, async_op=False, device_ids=None, **options):
+        for device in device_ids or []:
+            self._find(device)
+        return barrier(group, async_op, **options)
+
+
+class OnCpu(TorchFunctionMode):
+    """Every torch function that is told to use a GPU uses the CPU."""
+
+    def __init__(self, gpus):
+        super().__init__()
+        self.gpus = gpus
+        self.is_cuda = torch.Tensor.is_cuda.__get__
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        args = list(args)
+        kwargs = dict(kwargs or {})
+        if name == "__get__" and function == self.is_cuda:
+            # Of every tensor: nobody knows which of them the script has moved.
+            return args[0].device.type == "cpu"
+        if name == "get_device":
+            return self.gpus.current_device()
+        if name == "pin_memory":
+            return args[0]
+        if name == "cpu":  # a copy, as on a real machine: best = model.weight.cpu()
+            return function(*args, **kwargs).clone()
+        if name == "cuda":
+            place = kwargs.get("device", args[1] if len(args) > 1 else None)
+            return args[0].to(self.gpus._on_cpu("cuda" if place is None else place))
+        if name == "to":
+            args[1:] = [self.gpus._on_cpu(value) for value in args[1:]]
+        if name == "type" and len(args) > 1 and isinstance(args[1], str):
+            args[1] = args[1].replace("torch.cuda.", "torch.")
+        if "device" in kwargs:
+            kwargs["device"] = self.gpus._on_cpu(kwargs["device"])
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+
+class SumOfRanks(torch.autograd.Function):
+    """An all_reduce() that gradients pass."""
+
+    @staticmethod
+    def forward(context, x, group):
+        context.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context, gradient):
+        return SumOfRanks.apply(gradient.contiguous(), context.group), None
+
+
+def normalize_over_all_ranks(forward, norm, x):
+    """SyncBatchNorm.forward(): torch has none for the CPU."""
+    group = norm.process_group or dist.group.WORLD
+    if not norm.training or group is None or dist.get_world_size(group) == 1:
+        return nn.modules.batchnorm._BatchNorm.forward(norm, x)
+    norm._check_input_dim(x)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    dims = [0, *range(2, x.dim())]
+    rows = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = torch.tensor(x.numel() // x.shape[1]).to(rows.dtype)
+    dist.all_reduce(count, group=group)
+    mean = SumOfRanks.apply(rows.sum(dims), group) / count
+    centered = rows - mean.view(shape)
+    var = SumOfRanks.apply(centered.square().sum(dims), group) / count
+    if norm.track_running_stats:
+        norm.num_batches_tracked.add_(1)
+        momentum = norm.momentum
+        if momentum is None:
+            momentum = 1 / norm.num_batches_tracked.item()
+        with torch.no_grad():
+            unbiased = var * count / (count - 1)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
+    y = centered * (var + norm.eps).rsqrt().view(shape)
+    if norm.weight is not None:
+        y = y * norm.weight.view(shape)
+    if norm.bias is not None:
+        y = y + norm.bias.view(shape)
+    return y.to(x.dtype)
+
+
+def refusal(name, original):
+    """Takes the place of a function or a class that cannot be imitated."""
+
+    @functools.wraps(original, updated=())  # torch._dynamo asks for __wrapped__
+    def refuse(*args, **kwargs):
+        raise CannotImitate(f"cannot be imitated on a CPU: {name}")
+
+    if isinstance(original, type):
+        return type(original.__name__, (), {"__init__": refuse})
+    return functools.wraps(original)(refuse)  # torch itself looks at its attributes
+
+
+def answer_for(package, gpus):
+    """Replace what torch.cuda or torch.accelerator offers: by answers, or refusals."""
+    modules = [package]
+    for name in ("memory", "random", "streams", "graphs", "nccl", "profiler"):
+        if hasattr(package, name):
+            modules.append(getattr(package, name))
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            home = str(getattr(value, "__module__", None))
+            if not callable(value) or not home.startswith(package.__name__):
+                continue
+            public = not name.startswith("_")
+            answer = getattr(gpus, name, None) if public else None
+            answer = answer or answer_to(name)
+            if answer is not None:
+                setattr(module, name, answer)
+            elif name.endswith(("Tensor", "Storage")) and hasattr(torch, name):
+                setattr(module, name, getattr(torch, name))
+            elif public and not hasattr(value, "with_traceback"):
+                setattr(module, name, refusal(f"{module.__name__}.{name}", value))
+
+
+def create_device(create, *args, **kwargs):
+    if args and type(args[0]) is int:  # a torch without CUDA does not know such a GPU
+        return create("cuda", *args)
+    return create(*args, **kwargs)
+
+
+def device_module(find, device="cuda"):
+    return find(device)
+
+
+def set_default_type(set_type, kind):
+    set_type(kind.replace("cuda.", "") if isinstance(kind, str) else kind)
+
+
+def without_pinning(create, loader, *args, **kwargs):
+    create(loader, *args, **kwargs)
+    loader.pin_memory = False
+
+
+def shard_on_cpu(create, model, *args, **kwargs):
+    create(model, *args, **(kwargs | {"device_id": torch.device("cpu")}))
+
+
+def gloo_for(backend):
+    return "gloo" if "nccl" in str(backend or "nccl").lower() else backend
+
+
+def with_future(reduce, output, *args, **kwargs):
+    """Gloo's reduce_scatter() has no future."""
+    work = reduce(output, *args, **kwargs)
+    if type(work) is not dist.Work:
+        return work
+    work.wait()
+    future = torch.futures.Future()
+    future.set_result([output])
+    return private("work of a future")(future)
+
+
+def pretend_that_the_cpu_is_a_gpu(count):
+    """To be called once, before the script runs. Returns what is known of the GPUs."""
+    gpus = Gpus(count)
+    capability = torch.accelerator.get_device_capability
+    span = torch.cuda.nvtx.range
+    for package in (torch.cuda, torch.cuda.nvtx, torch.accelerator):
+        answer_for(package, gpus)
+    torch.cuda.nvtx.range = span
+    refuse = refusal("torch.accelerator.get_device_capability", capability)
+    torch.accelerator.get_device_capability = refuse
+    torch.cuda.default_generators = (torch.default_generator,) * gpus.device_count()
+    torch.version.cuda = torch.version.cuda or "12.8"
+
+    # Places
+    owner, name = PRIVATE["accelerator"]
+    setattr(owner, name, functools.partial(torch.device, "cpu"))
+    torch.Stream, torch.Event = Stream, Event
+    torch.Generator = stand_in(torch.Generator, gpus._places)
+    torch.device = stand_in(torch.device, create_device)
+    for owner in (torch.autocast, DeviceContext):
+        wrap(owner, "__init__", gpus._places)
+    wrap(dist.device_mesh.DeviceMesh, "__init__", gpus._places)
+    wrap(nn.Module, "to", gpus._places)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        wrap(storage, "cuda", gpus._cuda_storage)
+    nothing = functools.partial(always, None)
+    torch.serialization.register_package(0, nothing, gpus._load_storage)
+    wrap(torch.Tensor, "record_stream", nothing)
+    wrap(torch, "get_device_module", device_module)
+    wrap(torch, "set_default_tensor_type", set_default_type)
+    wrap(torch, "is_autocast_enabled", gpus._autocast)
+    wrap(torch, "get_autocast_dtype", gpus._autocast)
+    torch.get_autocast_gpu_dtype = torch.get_autocast_dtype
+    wrap(torch.utils.data.DataLoader, "__init__", without_pinning)
+    wrap(threading.Thread, "start", gpus._start_thread)
+
+    # Groups and parallel models
+    for owner in MEETS:
+        wrap(owner, "init_process_group", gpus._join)
+        wrap(owner, "new_group", gpus._group)
+    wrap(dist, "get_backend", gpus._get_backend)
+    wrap(dist, "barrier", gpus._barrier)
+    wrap(dist, "is_nccl_available", functools.partial(always, True))
+    dist.ProcessGroupNCCL = types.SimpleNamespace(Options=types.SimpleNamespace)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        if hasattr(dist, name):  # the second one since torch 2.13
+            wrap(dist, name, with_future)
+    wrap(nn.DataParallel, "__init__", gpus._data_parallel)
+    wrap(nn.SyncBatchNorm, "forward", normalize_over_all_ranks)
+    wrap(DistributedDataParallel, "__init__", gpus._ddp)
+    # This refuses SyncBatchNorm on the CPU, and does nothing else.
+    wrap(*PRIVATE["refuse SyncBatchNorm"], nothing)
+    enter(OnCpu(gpus))
+    return gpus

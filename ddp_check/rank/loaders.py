@@ -1,0 +1,126 @@
+"""Sees what DataLoaders yield."""
+
+import contextlib
+import zlib
+from collections import deque
+
+from torch.utils.data import DataLoader
+
+from ddp_check import trace
+from ddp_check.rank.generators import seeded
+from ddp_check.rank.patch import PRIVATE, wrap
+from ddp_check.rank.tensors import checksum, map_tensors, rows_of, tensors_in
+
+
+class Loaders:
+    """Numbers the loaders and their iterations. A replay gives other batches.
+
+    A listener is told: fetching() is a context in which a loader works, and
+    fetched(a trace.Fetch, the batch).
+    """
+
+    def __init__(self, listener, cast, replay=None):
+        self.listener = listener
+        self.cast = cast  # for each tensor of a batch
+        self.replay = replay
+        self.known = []  # [loader, number of iterations]
+        wrap(DataLoader, "__iter__", self.see_iteration)
+        wrap(DataLoader, "__len__", self.see_length)
+        wrap(*PRIVATE["next indices"], self.see_indices)
+
+    def number(self, loader):
+        numbers = [i for i, (one, _) in enumerate(self.known) if one is loader]
+        return numbers[0] if numbers else None
+
+    def see_iteration(self, iterate, loader):
+        number = self.number(loader)
+        if number is None:
+            number = len(self.known)
+            self.known.append([loader, 0])
+            with contextlib.suppress(TypeError):  # a stream, or an endless sampler
+                self.listener.sees_loader(number, len(loader.dataset), len(loader))
+        key = number, self.known[number][1]
+        self.known[number][1] += 1
+        if self.replay and self.replay.gives(key):
+            return self.give(key)
+        if getattr(loader, "_iterator", None) is not None:  # workers that persist
+            loader._iterator.check_indices = deque()
+        with self.listener.fetching():
+            iterator = iterate(loader)
+            data = fingerprint(loader) if key[1] == 0 else 0
+        return Batches(self, key, iterator, data)
+
+    def give(self, key):
+        for batch in self.replay.give(key):
+            self.listener.gives()
+            self.see_batch(trace.Fetch(key), batch, 0)
+            yield batch
+        if not self.replay.has_more(key):
+            self.listener.leave()  # the script asks for more than the ranks had
+
+    def see_length(self, length, loader):
+        """Of a loader whose batches are replayed: as long as on a rank."""
+        known = None
+        if self.replay:
+            size = None
+            with contextlib.suppress(TypeError):
+                size = len(loader.dataset)
+            known = self.replay.length(self.number(loader), size)
+        return length(loader) if known is None else known
+
+    def see_indices(self, choose, iterator):
+        index = choose(iterator)
+        vars(iterator).setdefault("check_indices", deque()).append(index)
+        return index
+
+    def see_batch(self, fetch, batch, rows):
+        fetch.rows, fetch.parts = rows_of(tensors_in(batch))
+        self.listener.fetched(fetch, batch, rows)
+
+
+class Batches:
+    """What iter(loader) returns: its batches, which are recorded."""
+
+    def __init__(self, loaders, key, iterator, data):
+        self.loaders = loaders
+        self.key = key
+        self.iterator = iterator
+        self.indices = vars(iterator).setdefault("check_indices", deque())
+        self.data = data
+
+    def __iter__(self):
+        return self
+
+    def __len__(self):
+        return len(self.iterator)
+
+    def __getattr__(self, name):
+        return getattr(self.iterator, name)
+
+    def __next__(self):
+        fetch = trace.Fetch(self.key, data=self.data)
+        try:
+            with self.loaders.listener.fetching():
+                batch = next(self.iterator)
+        except StopIteration:
+            self.loaders.listener.fetched(fetch, None, 0)
+            raise
+        batch = map_tensors(self.loaders.cast, batch)
+        if self.indices:
+            chosen = self.indices.popleft()
+            chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
+            if all(index is not None for index in chosen):
+                fetch.ids = [zlib.crc32(repr(index).encode()) for index in chosen]
+        self.loaders.see_batch(fetch, batch, len(fetch.ids))
+        return batch
+
+
+def fingerprint(loader):
+    """A checksum of sample 0, with fixed seeds. Ranks with the same data agree."""
+    if not hasattr(loader.dataset, "__getitem__"):
+        return 0
+    with seeded(0):
+        try:
+            return sum(map(checksum, tensors_in(loader.dataset[0])))
+        except Exception:  # a data set may raise anything
+            return 0

@@ -1,0 +1,170 @@
+"""Weights and optimizers, known by the names that the weights have in the model."""
+
+import torch
+
+from ddp_check.rank.tensors import checksum, whole
+
+# What wrappers put into the names of the weights: the first ones only at the front.
+AT_FRONT = "module", "_forward_module"
+WRAPPERS = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
+
+
+def plain_name(path):
+    words = [word for word in path.split(".") if word not in WRAPPERS]
+    while len(words) > 1 and words[0] in AT_FRONT:
+        del words[0]
+    return ".".join(words)
+
+
+class Weights:
+    """All weights that have been seen in training, by name.
+
+    shapes: those of the launch that this one is compared with, by name. A weight gets
+    its name there, if it is clear, even if other modules are called here: Lightning
+    calls DDP on two ranks, and what is in it on one.
+    """
+
+    def __init__(self, shapes):
+        self.shapes = shapes
+        self.named = {}  # name: the weight
+        self.name_of = {}  # id of the weight: name
+        self.places = set()  # (id of a module, path) whose weight has been seen
+        self.bits, self.values = (
+            {},
+            {},
+        )  # by name: checksums and values, at the last look
+        self.raw = 0  # weights that are in no module
+
+    def see_module(self, module):
+        """Returns the names of the weights that are new."""
+        new = []
+        for path, weight in module.named_parameters():
+            place = id(module), path
+            # FSDP2 puts other weights into their places while a module runs.
+            if id(weight) not in self.name_of and place not in self.places:
+                new.append(self.add(plain_name(path), weight))
+            self.places.add(place)
+        return new
+
+    def see_optimizer(self, optimizer):
+        new = []
+        for weight in weights_of(optimizer):
+            if id(weight) not in self.name_of:
+                new.append(self.add(f"parameter {self.raw}", weight))
+                self.raw += 1
+        return new
+
+    def add(self, name, weight):
+        name = self.name_in_reference(name, weight)
+        number, unique = 1, name
+        while unique in self.named:
+            number += 1
+            unique = f"{name}#{number}"
+        self.named[unique] = weight
+        self.name_of[id(weight)] = unique
+        return unique
+
+    def name_in_reference(self, name, weight):
+        """The first name there that is free, and that fits: model.0.bias for 0.bias."""
+        for longer in [name, *self.shapes]:
+            fits = longer == name or f".{longer}".endswith(f".{name}")
+            fits |= f".{name}".endswith(f".{longer}")
+            known = self.shapes.get(longer)
+            if fits and longer not in self.named and known == tuple(weight.shape):
+                return longer
+        return name
+
+    def names(self, optimizer):
+        """For each group of weights, their names."""
+        groups = optimizer.param_groups
+        return [[self.name_of[id(w)] for w in group["params"]] for group in groups]
+
+    def gradients(self, names):
+        values = {name: self.named[name].grad for name in names}
+        return {
+            n: whole(value).clone() for n, value in values.items() if value is not None
+        }
+
+    def look(self, names):
+        """Returns the weights whose bits have changed since the last look.
+
+        Also as they were before: {name: (before, now)}. A new one has None before.
+        """
+        changed = {}
+        for name in names:
+            value = whole(self.named[name])
+            bits = checksum(value)
+            if self.bits.get(name) != bits:
+                changed[name] = self.values.get(name), value.clone()
+                self.bits[name], self.values[name] = bits, changed[name][1]
+        return changed
+
+    def plain_ones(self):
+        """Those that are not sharded: one rank by itself may look at them."""
+        return [n for n, w in self.named.items() if not hasattr(w, "full_tensor")]
+
+    def set(self, values):
+        """Replace weights, where they have the same shape, and other values."""
+        for name, value in values.items():
+            weight = self.named.get(name)
+            if weight is not None and not is_same(self.values.get(name), value):
+                local = weight.to_local() if hasattr(weight, "to_local") else weight
+                if local.shape == value.shape:
+                    with torch.no_grad():
+                        local.detach().copy_(value)
+                    self.look([name])
+
+
+def is_same(a, b):
+    return a is not None and a.shape == b.shape and checksum(a) == checksum(b)
+
+
+def weights_of(optimizer):
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def options_of(optimizer):
+    """The learning rate and so on, for each group of weights."""
+    groups = []
+    for group in optimizer.param_groups:
+        options = {}
+        for name, value in group.items():
+            if torch.is_tensor(value) and value.dim() == 0:
+                value = float(value)
+            if type(value) in (int, float, tuple) and name != "params":
+                options[name] = value
+        groups.append(options)
+    return groups
+
+
+def set_options(optimizer, recorded):
+    for group, options in zip(optimizer.param_groups, recorded or []):
+        for name, value in options.items():
+            if torch.is_tensor(group.get(name)):
+                group[name].fill_(value)
+            elif name in group:
+                group[name] = value
+
+
+def can_change_weights(optimizer):
+    """False for the step by which torch.distributed.checkpoint prepares loading."""
+    for group in optimizer.param_groups:
+        if float(group.get("lr", 1)) != 0:
+            return True
+        gradients = [w.grad for w in group["params"] if w.grad is not None]
+        if any(bool((gradient != 0).any()) for gradient in gradients):
+            return True
+    return False
+
+
+def shares_samples(module, weights):
+    """Whether the ranks work together on each sample: tensor parallelism.
+
+    Its weights are DTensors, and those of FSDP2 as well. With both, the mesh has two
+    dimensions, as in hybrid FSDP2, where the first one has copies.
+    """
+    cut = [weight for weight in weights if hasattr(weight, "device_mesh")]
+    if any(hasattr(part, "unshard") for part in module.modules()):
+        cut = [weight for weight in cut if weight.device_mesh.ndim > 1]
+        cut = [weight for weight in cut if not weight.placements[0].is_replicate()]
+    return bool(cut)

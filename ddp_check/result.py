@@ -1,0 +1,163 @@
+"""What a launch has come to, and what it said: the data that the judges get."""
+
+import dataclasses
+import re
+import textwrap
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent)
+FILE_HINT = "Each launch runs in its own folder: use --link or an absolute path.\n"
+RANK_HINT = "Torchrun does not pass --local_rank: see --help.\n"
+FAULTS = "Attribute|Key|Index|Name|UnboundLocal|Assertion|Import|ModuleNotFound|Type"
+
+
+class OwnFault(Exception):
+    """The check itself has failed inside a rank."""
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What a launch has come to."""
+
+    name: str = ""
+    traces: list = dataclasses.field(default_factory=list)  # of each rank
+    codes: list = dataclasses.field(default_factory=lambda: [0])  # of each torchrun
+    hangs: bool = False
+    stayed: list = dataclasses.field(default_factory=list)  # pids left after its end
+    said: dict = dataclasses.field(default_factory=dict)  # {file: its text}
+    stacks: dict = dataclasses.field(
+        default_factory=dict
+    )  # {rank: frames, innermost 1st}
+    folders: list = dataclasses.field(default_factory=list)  # of each machine
+    log: Path = Path()
+    timeout: float = 0
+    seconds: float = 0
+
+    @property
+    def ranks(self):
+        return len(self.traces)
+
+    @property
+    def steps(self):
+        return [of_rank.steps for of_rank in self.traces]
+
+    @property
+    def bits(self):
+        return [of_rank.bits for of_rank in self.traces]
+
+    @property
+    def ended_well(self):
+        return not self.hangs and not any(self.codes)
+
+    @property
+    def trained(self):
+        return self.ended_well and all(self.steps)
+
+    def marks(self, rank=0):
+        """What has happened until its end: see Step.marks."""
+        steps = self.traces[rank].steps if rank < self.ranks else []
+        return steps[-1].marks if steps else []
+
+    def why(self):
+        """What helps most: the first traceback, or the last words."""
+        counts = [len(steps) for steps in self.steps]
+        text = f"Steps on each rank: {counts}. Exit codes of torchrun: {self.codes}.\n"
+        for rank, frames in self.stacks.items():
+            text += f"{where(rank, frames)}\n"
+        said = [self.said.get(n, "") for n in ("errors", "rank0.out", "torchrun0")]
+        if any("Traceback" in words for words in said[:2]):
+            said = ["\n".join(said[:2])]  # some scripts print their errors
+        for words in said:
+            if words.strip() and not (self.stacks and words is said[-1]):
+                return text + first_traceback(words)
+        return text
+
+    def words(self):
+        """What lines say of it. error: the first exception, in a line."""
+        why = self.why().rstrip()
+        lines = [line for line in why.splitlines()[1:] if line.strip(" ^~")]
+        *_, code, last = ["", "it says nothing", *lines]
+        if ":" not in last and code.startswith("    "):  # assert x == y
+            last += f": {code.strip()}"
+        if self.hangs:
+            last = f"it does not end within {self.timeout:.0f} s"
+        missing = re.search("No such file|not found|(?<!Module)NotFound", why)
+        hint = FILE_HINT if missing else ""
+        if re.search("cuda:-1|but got: None", why):
+            hint = RANK_HINT
+        values = {"error": textwrap.shorten(last, 160), "why": why, "hint": hint}
+        steps = len(self.steps[0]) if self.traces else 0
+        return values | {"timeout": f"{self.timeout:.0f}", "steps": steps}
+
+    def raise_own_fault(self):
+        """The script is not to blame for an error that the check has made."""
+        if self.hangs or not any(self.codes):
+            return
+        said = self.said.get("errors") or self.said.get("torchrun0", "")
+        frames, error = traceback_of(said)
+        if frames and f'"{PACKAGE}' in frames[-1] and re.match(FAULTS, error):
+            raise OwnFault("".join(frames) + error)
+
+
+# ---- What a launch said --------------------------------------------------------------
+def is_library(frame):
+    return re.search("site-packages|lib/python|<frozen", frame) or PACKAGE in frame
+
+
+def in_collective(frames):
+    """Whether a main thread waits for other ranks: in a call, or in backward()."""
+    wait = "torch/distributed|torch/nn/parallel|_engine_run_backward"
+    return any(re.search(wait, f"{file} {name}") for file, _, name in frames[:8])
+
+
+def where(rank, frames):
+    """Where the main thread of a rank was at the timeout, in a line."""
+    mine = [frame for frame in frames if not is_library(frame[0])]
+    file, line, name = (mine or frames)[0]
+    verb = "waits" if in_collective(frames) else "is"
+    return f"Rank {rank} {verb} in {frames[0][2]}(): {file}, line {line}, in {name}"
+
+
+def traceback_of(text):
+    """(the frames, the error) of the first traceback, or ([], "").
+
+    Each rank may have its own prefix. An error because another rank has ended counts
+    only if there is no other one.
+    """
+    lines = text.splitlines()
+    victim = [], ""
+    for i, line in enumerate(lines):
+        prefix, found, _ = line.partition("Traceback (most recent call last)")
+        if not found:
+            continue
+        own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
+        own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
+        end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
+        if end:
+            frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
+            if "by peer" not in end[0]:
+                return frames, end[0]
+            victim = victim if victim[1] else (frames, end[0])
+    return victim
+
+
+def first_traceback(text):
+    """The exception, and where the script was; or what it said before its end."""
+    frames, error = traceback_of(text)
+    words = own_words(text)
+    if error and not (words and "by peer" in error):
+        frames = [frame for frame in frames if PACKAGE not in frame]
+        # The script's own, rather than those of Python and of what is installed.
+        mine = [frame for frame in frames if not is_library(frame)]
+        return "".join([*(mine or frames)[-1:], error]).rstrip()
+    lines = words or [line for line in text.splitlines() if line.strip()]
+    faults = [line for line in lines if re.search(r"\berror\b", line, re.I)]
+    return "\n".join(faults[:1] or lines[-6:])
+
+
+def own_words(text):
+    """The lines before tracebacks and faulthandler's dumps, without warnings."""
+    ends = r"^(.*Traceback \(|Fatal Python error|Current thread|Thread 0x|Stack \()"
+    words = re.split(ends, text, maxsplit=1, flags=re.MULTILINE)[0]
+    words = re.sub(r".*Warning: .*\n(  .*\n)?", "", words)
+    return [line for line in words.splitlines() if line.strip()]

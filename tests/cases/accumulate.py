@@ -1,0 +1,27 @@
+# Gradient accumulation. A step has as many batches as the first argument says.
+# case ci: 3 | ok gradient
+# case: 4-for-all | ok gradient
+# case: 5-for-all | note not replayed
+# case: 4-for-all contrast | ok gradient; note alone differs | alone
+from common import *
+
+dist.init_process_group("gloo")
+wrapped = DistributedDataParallel(mlp())
+optimizer = torch.optim.Adam(wrapped.parameters(), 0.01)
+count = 3 if case == "3" else int(case[0]) // size  # the ranks share the batches
+loader = DataLoader(dataset, 8 // size if case == "3" else 8, sampler=sampler)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+        last = i % count == count - 1 or i == len(loader) - 1
+        wrapped.require_backward_grad_sync = last
+        found = wrapped(x)
+        loss = mse(found, y)
+        if "contrast" in sys.argv:
+            loss = nn.functional.cross_entropy(found @ y.T, torch.arange(len(y)))
+        (loss / count).backward()
+        if last:
+            nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+dist.destroy_process_group()

@@ -1,0 +1,73 @@
+# The loss, and what becomes of its gradient.
+# case: sum | WRONG gradient first=0 off=0.49..0.51 factor=0.5
+# case: clipped | WRONG gradient first=0 factor=2
+# case: constant | WRONG gradient first=0 off=0.49..0.51
+# case ci: later | WRONG later gradient first=10 off=0.99..1.01 factor=2
+# case ci: softmax | WRONG gradient first=0 off=0.01..1
+# case: cat | ok gradient; WRONG alone weights off=0.01..5 | alone
+# case ci: uneven | note order; note uneven rows="16 and 15"; note not replayed
+# case: uneven softmax | note order; WRONG gradient
+# case: not-called | WRONG not called
+# case ci: flag | no ok alone; WRONG weights first=0; note left out
+# case ci: alone | WRONG alone
+# case: zero | WRONG moves steps=20
+# case ci: infinite | WRONG finite
+# case: changed | WRONG weights first=10; note left out
+# case: unfrozen | WRONG weights first=9; note left out
+# case ci: schedule | ok gradient; WRONG rates first=10 | alone
+from common import *
+
+
+def loss_of(found, y):
+    each = (found - y).square().mean(1)
+    if case == "sum":  # over the rank's samples
+        return each.sum() / 10
+    if "softmax" in sys.argv:  # the samples of a rank weigh each other
+        return (each * torch.softmax(10 * each.detach(), 0)).sum()
+    return each.mean()
+
+
+dist.init_process_group("gloo")
+if case == "uneven":
+    rows = [range(i * 31 + rank, i * 31 + 31, size) for i in range(10)]
+    loader = DataLoader(dataset, batch_sampler=rows)
+model = nn.Linear(1024, 1024, bias=False) if case == "constant" else mlp()
+if case == "unfrozen":
+    model[0].requires_grad_(False)
+wrapped = model if case == "alone" else DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+length = 10 * size if case == "schedule" and size > 1 else 10
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, length)
+random.random()  # before the first step, which does not matter
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+        step = 10 * epoch + i
+        if case == "unfrozen" and step == 9:
+            model[0].requires_grad_(True)
+        if case == "cat":  # by number, but in the order of the ranks
+            parts = [torch.empty(len(x), 16).to(x) for _ in range(size)]
+            dist.all_gather(parts, torch.cat([x, y], 1))
+            x, y = torch.cat(parts)[:16][rank::size].chunk(2, 1)
+        if case == "constant":
+            x, y = x.repeat(1, 128), y.repeat(1, 128)
+        loss = loss_of((model if case in ("not-called", "flag") else wrapped)(x), y)
+        if case == "flag":  # a collective, but not of gradients
+            dist.all_reduce(torch.zeros(1))
+        if case == "clipped" or case == "later" and epoch == 1:
+            loss = loss * size
+        if case == "zero":
+            loss = 0 * loss
+        if case == "infinite":
+            loss = (1e300 * loss).square()
+        optimizer.zero_grad()
+        loss.backward()
+        if case == "constant" and size > 1:  # half of its size, the same everywhere
+            model.weight.grad += 0.5 * model.weight.grad.norm() / 1024
+        if case == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+        optimizer.step()
+        scheduler.step()
+        if case == "changed" and rank == 1 and step == 10:
+            model[0].bias.data += 0.1
+dist.destroy_process_group()

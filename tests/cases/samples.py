@@ -1,0 +1,103 @@
+# What the ranks train on.
+# case ci: same | WRONG samples; note left out
+# case: everything | note whole epoch; ok gradient
+# case: other | note own data; ok gradient
+# case: unseeded | note own data; note unseeded; ok gradient
+# case: epoch | note order; ok gradient
+# case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
+# case ci: hand | ok gradient; ok masks
+# case: stream | note order; ok gradient
+# case ci: endless | ok gradient
+# case ci: agent | ok gradient
+# case: rows | note no samples; note not replayed
+# case: rebatch | note not replayed
+# case: views | ok gradient steps=10 | quick --steps 10
+# case: grows | ok gradient; note global batch one=32 two=64 how=grows | alone
+from common import *
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([dataset[i] for i in range(rank, 320, size)])
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield from torch.randperm(320, generator=generator).tolist()[rank::size]
+
+
+def again(loader):
+    """The samples of an epoch, mixed once more, and in other batches."""
+    pairs = [pair for batch in loader for pair in zip(*batch)]
+    random.shuffle(pairs)
+    for i in range(0, len(pairs), rows):
+        yield [torch.stack(column) for column in zip(*pairs[i : i + rows])]
+
+
+def seeded(epoch):
+    """Without a DataLoader: drawn for all ranks, and each takes its share."""
+    for i in range(6):
+        torch.manual_seed(6 * epoch + i)
+        x = torch.randn(32, 8)[rank::size]
+        yield x, x.sin()
+
+
+dist.init_process_group("gloo")
+rows = 32 // size
+wrapped = DistributedDataParallel(mlp(nn.Tanh(), nn.Dropout(0.2 * (case == "hand"))))
+optimizer = torch.optim.Adam(wrapped.parameters(), 0.01)
+options = {"sampler": sampler}
+if case in ("same", "everything"):  # it has no sampler
+    torch.manual_seed(0 if case == "same" else rank)
+    options = {"shuffle": True}
+if case == "other":
+    torch.manual_seed(rank)
+    x = torch.randn(320, 8)
+    dataset = TensorDataset(x, x.sin())
+if case == "unseeded":
+    x = torch.arange(2560).sin().view(320, 8)
+    dataset, _ = random_split(TensorDataset(x, x.sin()), [256, 64])
+    options["sampler"] = sampler = DistributedSampler(dataset)
+if case == "uneven":
+    options["sampler"] = range(rank, 319, size)
+if case == "endless":
+    options["sampler"] = Endless()
+if case == "hand":
+    options = {"sampler": RandomSampler(dataset)}
+loader = DataLoader(dataset, 32 if case in ("hand", "grows") else rows, **options)
+if case == "views":  # of a tensor of 64 MB
+    large = torch.randn(640, 12800)
+    views = [large[i * 32 + rank * rows :][:rows, :8] for i in range(20)]
+    loader = DataLoader(views, batch_size=None)
+if case == "endless":
+    endless = iter(loader)
+if case == "rows":  # a pretrained model may be in eval() mode
+    wrapped.eval()
+for epoch in range(2):
+    if case == "hand":
+        torch.manual_seed(epoch)
+    elif case != "epoch":
+        sampler.set_epoch(epoch)
+    batches = loader
+    if case == "stream":
+        batches = DataLoader(Stream(), rows)
+    if case == "endless":
+        batches = (next(endless) for _ in range(10))
+    if case == "agent":
+        batches = seeded(epoch)
+    if case == "rows":
+        numbers = numpy.random.default_rng(2 * epoch + rank)
+        batches = (dataset[numbers.integers(320, size=8)] for _ in range(6))
+    if case == "rebatch":
+        batches = again(loader)
+    for i, batch in enumerate(batches):
+        x, y = (batch, batch.sin()) if case == "views" else batch
+        if case == "hand":
+            torch.manual_seed(100 * i + rank)
+            x, y = x[rank::size], y[rank::size]
+        optimizer.zero_grad()
+        mse(wrapped(x), y).backward()
+        optimizer.step()
+dist.destroy_process_group()

@@ -1,0 +1,706 @@
+"""The judges of ddp_check on traces that are made up here: milliseconds for each case.
+
+Each input that the check has been wrong about is a case. Those that need a script are
+in cases/ (see test_check.py).
+"""
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_check import __main__ as command
+from ddp_check import rows, trace
+from ddp_check.judge import alone, compare, first, machines, printed, resume
+from ddp_check.judge.compare import Different, Excused, Same
+from ddp_check.judge.samples import Samples, judge_samples
+from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback
+from ddp_check.trace import Comparison, Draw, End, Fetch, RankTrace, Start, Step
+
+WEIGHTS = "first", "middle", "last"
+
+
+def compared(a, b):
+    """Two vectors: of the reference, and of this launch."""
+    a, b = [torch.tensor(x, dtype=torch.float64) for x in (a, b)]
+    sums = a @ a, b @ b, a @ b, (a - b) @ (a - b)
+    return Comparison(*map(float, sums))
+
+
+def table(factor=1.0, noise=0.0, names=WEIGHTS, **own):
+    """The ranks have the right gradient times a factor, plus noise."""
+    found = {}
+    for i, name in enumerate(names):
+        right = [1.0 + i, -2.0, 3.0]
+        wrong = [own.get(name, factor) * x + noise * (i + 1) * (-1) ** i for x in right]
+        wrong[0] += noise
+        found[name] = compared(wrong, right)
+    return found
+
+
+def step(number, rank=0, **more):
+    """A step that is right: its rows are those of this rank, its weights move."""
+    mine = [1000 * rank + 4 * number + i for i in range(4)]
+    fetch = Fetch((0, number // 10), ids=mine, rows=mine, parts=mine, trains=True)
+    fields = {"bits": {name: number + 1 for name in WEIGHTS}, "trained": [*WEIGHTS]}
+    fields |= {"gradient_bits": dict.fromkeys(WEIGHTS, number), "ranks": 2}
+    fields |= {"fetched": [fetch], "inputs": mine, "parts": mine, "backwards": 1}
+    fields |= {"ddp_forwards": 1, "gradient_values": 9, "rates": {"first": 0.1}}
+    return Step(number, **fields | more)
+
+
+def ranks_of(count=20, ranks=2, **more):
+    return [[step(n, rank, **more) for n in range(count)] for rank in range(ranks)]
+
+
+def replay_of(recorded, **more):
+    """One process that got the rows of all ranks, and has the same gradient."""
+    steps = []
+    for of_ranks in zip(*recorded):
+        inputs = sum([one.inputs for one in of_ranks], [])
+        fields = {"gradients": table(), "inputs": inputs, "parts": inputs, "ranks": 1}
+        steps.append(dataclasses.replace(of_ranks[0], **fields | more))
+    return steps
+
+
+def run_of(steps, start=0, **more):
+    starts = [Start(0, dict.fromkeys(WEIGHTS, start))]
+    traces = [RankTrace(list(starts), of_rank, End()) for of_rank in steps]
+    return Run("2-ranks", traces, **more)
+
+
+def lines(findings):
+    return [f"{finding.word} {finding.row}" for finding in findings]
+
+
+# ---- compare() -----------------------------------------------------------------------
+def verdict_of(ranks=None, one=None, count=4, order="rank by rank", loads=True):
+    """Of steps in which the ranks and one process have these fields."""
+    recorded = ranks_of(count, **ranks or {})
+    replayed = replay_of(recorded, **one or {})
+    steps = compare.compare(recorded, replayed, order=order, loads=loads)
+    return compare.summarize(steps)
+
+
+def test_the_same_gradients():
+    verdict = verdict_of()
+    assert verdict.right and verdict.same == verdict.steps == 4 and verdict.off == 0
+    assert verdict_of(one={"gradients": table(noise=1e-9)}).right
+
+
+DIFFERENT = [
+    (table(0.5), 0.5, [], "It is 0.5 times as large."),
+    (table(2), 2, [], "It is 2 times as large."),
+    # open_clip: gathering passes no gradient, but logit_scale is right.
+    (table(0.5, last=1.0), 0.5, ["last"], "0.5 times as large, but not in last."),
+    (table(last=3.0), 1, ["last"], "It is right in most weights, but not in last."),
+    (table(noise=0.1), None, [*WEIGHTS], "Most of it is in "),
+]
+
+
+@pytest.mark.parametrize("gradients, factor, names, text", DIFFERENT)
+def test_the_factor_that_most_weights_share(gradients, factor, names, text):
+    found = verdict_of(one={"gradients": gradients}).different
+    assert found.factor == (factor and pytest.approx(factor))
+    assert sorted(found.names) == sorted(names) and text in str(found)
+
+
+def test_distances_are_distances():
+    """A constant error of 50 % reads 50 %, however large the weight is."""
+    right = [(-1.0) ** i for i in range(1000)]
+    gradients = {"one": compared([1.5 * x for x in right], right)}
+    assert compare.distance(gradients) == pytest.approx(0.5)
+    assert compare.distance({"one": compared([0.0], [2.0])}) == 1
+    assert compare.distance({"one": compared([float("nan")], [2.0])}) == float("inf")
+
+
+def test_clipping():
+    clipped = {"clipped": True}
+    both = {"gradients": table(1.3), "unclipped": table(2), "clipped": True}
+    assert verdict_of(clipped, both).different.factor == pytest.approx(2)
+    both["gradients"] = {n: compared([1.0], [1.0]) for n in WEIGHTS}  # of length 1
+    found = verdict_of(clipped, both).different
+    assert "hides it" in str(found) and found.factor == pytest.approx(2)
+    # What each rank clips before the gradients are averaged is its own business.
+    both = {"gradients": table(), "unclipped": table(2), "clipped": True}
+    assert verdict_of(clipped, both).right
+    only = {"gradients": table(noise=0.1), "clipped": True}
+    assert "Clipping may hide" in str(verdict_of(clipped, only).different)
+
+
+def test_an_optimizer_that_averages_gradients_is_known_by_what_it_changes():
+    recorded = ranks_of(4)
+    for number in range(4):
+        recorded[1][number].gradient_bits = {"first": -1}
+    more = {"gradients": table(noise=9.0), "changes": table()}
+    replayed = replay_of(recorded, **more)
+    assert compare.summarize(compare.compare(recorded, replayed)).right
+
+
+OFF = {"gradients": table(noise=0.3)}
+STATE = {"random.Random": 1}
+OTHER = [100, 101, 102]
+EXCUSED = [
+    ({}, {"problems": ["a batch"]}, "cannot get what the ranks had: a batch."),
+    ({"other_draws": STATE}, {"other_draws": {}}, "random.Random draws in the"),
+    ({"marks": ["hook"]}, {}, "A communication hook"),
+    ({"backwards": 2}, {"backwards": 1}, "calls backward() 2 times, one process 1"),
+    ({}, {"marks": ["alone"], "inputs": OTHER}, "Rank 0 reads for all ranks"),
+    ({}, {"padded": True}, "the value to pad with is a guess"),
+    # webdataset's .unbatched().shuffle().batched()
+    ({}, {"parts": [0, 4, 8], "inputs": []}, "are made again behind the DataLoader"),
+    ({}, {"trained": ["first"]}, "other weights than the ranks: last, middle."),
+    ({"gradient_bits": {}}, {"gradients": {}}, "There is no gradient"),
+]
+
+
+@pytest.mark.parametrize("ranks, one, reason", EXCUSED)
+def test_a_step_is_excused_by_its_own_trace(ranks, one, reason):
+    verdict = verdict_of(ranks, OFF | one)
+    assert not verdict.right and not verdict.wrong and verdict.same == 0
+    assert reason in verdict.reason
+
+
+NO_EXCUSE = [
+    # All have drawn the same: a decision for the whole batch
+    ({"other_draws": STATE}, {"other_draws": STATE}),
+    # Rows that a rank has changed, such as normalized by its own mean
+    ({"inputs": [1, 2, 3, 4], "parts": [-1, -2]}, {"inputs": [5], "parts": [-3, -4]}),
+]
+
+
+@pytest.mark.parametrize("ranks, one", NO_EXCUSE)
+def test_what_is_no_excuse(ranks, one):
+    assert verdict_of(ranks, OFF | one).first == 0
+
+
+def test_no_excuse_explains_a_gradient_that_is_twice_as_large():
+    twice = {"gradients": table(2)}
+    for ranks, one, _ in EXCUSED[:2] + EXCUSED[4:7]:
+        assert verdict_of(ranks, one | twice).wrong
+    assert not verdict_of({"marks": ["hook"]}, twice).wrong
+
+
+def test_without_a_loader_the_rows_must_be_the_same():
+    assert verdict_of(one=OFF, loads=False).wrong
+    assert "no DataLoader" in verdict_of(one=OFF | {"inputs": [9]}, loads=False).reason
+
+
+def test_in_turn_one_process_makes_more_micro_steps():
+    assert verdict_of(one=OFF | {"backwards": 2}, order="in turn").wrong
+    other = OFF | {"inputs": [9]}
+    assert "micro-steps" in verdict_of(one=other, order="in turn").reason
+
+
+def uneven(gradients, every=1, count=20):
+    recorded = ranks_of(count)
+    for number in range(0, count, every):
+        recorded[0][number].inputs = [(number, i) for i in range(16)]
+        recorded[1][number].inputs = [(number, i) for i in range(16, 31)]
+        recorded[0][number].parts = recorded[1][number].parts = []
+    replayed = replay_of(recorded)
+    for number in range(0, count, every):
+        replayed[number].gradients = gradients
+    return compare.compare(recorded, replayed)
+
+
+def test_uneven_rows():
+    """16 and 15 rows in each step. An excused step is not counted as compared."""
+    right = compare.summarize(uneven(table(noise=0.01)))
+    assert not right.right and not right.wrong and right.same == 0
+    assert right.uneven[:2] == (0, [16, 15]) and "(16 and 15)" in right.reason
+    softmax = compare.summarize(uneven(table(noise=0.5)))
+    assert softmax.first == 0
+    assert compare.summarize(uneven(table(0.5))).different.factor == 0.5  # a sum
+    last = compare.summarize(uneven(table(noise=0.5), every=10))
+    assert last.right and last.same == 18 and last.uneven
+
+
+def test_odd_traces():
+    """One process has made fewer steps, or a rank has; or there is none."""
+    recorded = ranks_of(4)
+    replayed = replay_of(recorded)
+    found = compare.compare(recorded, replayed[:1], missing="It fails.")
+    assert [type(one) for one in found] == [Same, Excused, Excused, Excused]
+    assert compare.summarize(found).reason == "It fails."
+    found = compare.compare([recorded[0], recorded[1][:3]], replayed)
+    assert isinstance(found[3], Excused) and compare.summarize(found).right
+    assert compare.compare([[], []], []) == [] and not compare.summarize([]).right
+    replayed[2].gradients = table(noise=float("nan"))
+    assert compare.compare(recorded, replayed)[2].distance == float("inf")
+    for steps in recorded:
+        steps[2].finite = False
+    assert isinstance(compare.compare(recorded, replayed)[2], Excused)
+
+
+def test_most_steps_must_be_the_same():
+    half = [Same(0)] * 10 + [Excused("no")] * 10
+    assert not compare.summarize(half).right
+    assert compare.summarize([Same(0), *half]).right
+    one = compare.summarize([*half, Different(1.0)])
+    assert one.wrong and one.first == 20
+
+
+# ---- The first answer ----------------------------------------------------------------
+def gradient_lines(steps, **more):
+    run = run_of(ranks_of(**more))
+    return lines(first.judge_gradients(compare.summarize(steps), run))
+
+
+def test_lines_on_gradients():
+    same, off = [Same(0)] * 10, [Different(0.3)]
+    assert gradient_lines(same) == ["ok gradient"]
+    assert gradient_lines(off + same) == ["WRONG gradient"]
+    assert gradient_lines(same + off) == ["WRONG later gradient"]
+    excused = [Excused("It is so.")]
+    assert gradient_lines(excused * 9 + off) == ["WRONG gradient"]
+    assert gradient_lines(excused) == ["note not replayed"]
+    run = run_of(ranks_of())
+    run.steps[1][3].buffers = {"center": 1}
+    found = first.judge_gradients(compare.summarize(off), run)
+    assert lines(found) == ["WRONG buffers"]
+    found = first.judge_gradients(compare.summarize(same), run)
+    assert lines(found) == ["ok gradient", "note buffers differ"]
+
+
+RIGHT = ["ok alone", "ok moves", "ok left", "ok steps", "ok weights"]
+# A flag that is reduced in each step trains nothing together (SpeechBrain).
+FLAG = {"ddp_forwards": 0, "collectives": 1, "floats_reduced": 1, "marks": ["wrapped"]}
+RUNS = [
+    ({}, RIGHT),
+    ({"ddp_forwards": 0, "collectives": 2, "floats_reduced": 9}, RIGHT),
+    ({"ddp_forwards": 0}, ["WRONG alone"]),
+    ({"ddp_forwards": 0, "marks": ["wrapped"]}, ["WRONG not called"]),
+    (FLAG, RIGHT[1:]),
+    ({"finite": False}, ["ok alone", "WRONG finite"]),
+    ({"bits": dict.fromkeys(WEIGHTS, 0)}, ["ok alone", "WRONG moves"]),
+    ({"tensor_parallel": True}, ["note tensor parallel"]),
+    ({"sharded": True}, [*RIGHT[:4], "note sharded"]),
+    ({"address": "x:1"}, [*RIGHT[:3], "note address", *RIGHT[3:]]),
+    ({"outside": "/x.pt"}, [*RIGHT[:3], "note outside", *RIGHT[3:]]),
+    ({"marks": ["shared gpu"]}, [*RIGHT[:3], "WRONG same gpu", *RIGHT[3:]]),
+]
+
+
+@pytest.mark.parametrize("fields, expected", RUNS)
+def test_lines_on_two_ranks(fields, expected):
+    assert lines(first.judge_run(run_of(ranks_of(**fields)))[0]) == expected
+
+
+def test_weights_that_differ():
+    run = run_of(ranks_of())
+    run.steps[1][7].bits["last"] = -1
+    found, goes_on, same = first.judge_run(run)
+    assert lines(found)[-1] == "WRONG weights" and found[-1].values == {"first": 7}
+    assert goes_on and not same
+    run = run_of(ranks_of(**FLAG))
+    run.steps[1][7].bits["last"] = -1
+    assert lines(first.judge_run(run)[0]) == ["WRONG not called"]
+
+
+def test_a_launch_that_fails():
+    failed = {"codes": [1], "said": {"errors": "ValueError: no"}}
+    assert lines(first.judge_run(run_of([[], []], **failed))[0]) == ["WRONG start"]
+    assert lines(first.judge_run(run_of(ranks_of(), **failed))[0]) == ["WRONG fails"]
+    stuck = run_of(ranks_of(), codes=[None], hangs=True)
+    assert lines(first.judge_run(stuck)[0]) == ["WRONG hang"]
+    left = run_of([ranks_of()[0], []])  # with exit code 0
+    assert lines(first.judge_run(left)[0]) == ["WRONG steps"]
+
+
+def test_uneven_inputs_under_join():
+    """Steps that are paired by number say nothing about weights."""
+    one, two = ranks_of(20, marks=["join"])
+    for s in two:
+        s.bits = {"last": -1}
+    found = first.judge_run(run_of([one, two[:13]]))[0]
+    assert lines(found) == [*RIGHT[:3], "note steps"]
+
+
+NORMS = [
+    ([], [], "No evaluation was seen."),
+    ([1], [1], None),
+    ([1], [2], "They evaluate with these."),
+    ([1], [], "Rank 0 alone evaluates, with its own."),  # yolov5, and most
+]
+
+
+@pytest.mark.parametrize("one, two, detail", NORMS)
+def test_batch_norm(one, two, detail):
+    run = run_of(ranks_of(norms=True))
+    run.steps[0][9].evaluated, run.steps[1][9].evaluated = one, two
+    found = first.judge_norms(run, False)
+    assert [finding.values["detail"] for finding in found] == [detail] * bool(detail)
+    assert first.judge_norms(run_of(ranks_of()), False) == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_masks_of_other_shapes_are_known_by_the_generator(same):
+    recorded = ranks_of()
+    for rank, steps in enumerate(recorded):
+        for s in steps:
+            state = s.number if same else 1000 * rank + s.number
+            shape = [4, 7 + rank]  # rows are padded to each rank's longest
+            s.draws = [Draw("bernoulli_", shape, s.number + 1000 * rank, state)]
+    replayed = replay_of(recorded, different=["torch.bernoulli_()"])
+    answer = first.Replayed(compare.Verdict(), run_of([replayed]), "rank by rank")
+    found = first.judge_masks(run_of(recorded), answer)
+    assert lines(found) == ["note masks" if same else "ok masks"]
+
+
+# ---- Samples -------------------------------------------------------------------------
+def samples_of(rank_of_row, count=20, epoch=10):
+    """rank_of_row: (rank, step, i) -> the sample."""
+    steps = ranks_of(count)
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            fetch, rows = s.fetched[0], [rank_of_row(rank, s.number, i) for i in (0, 1)]
+            fetch.ids = fetch.rows = s.inputs = rows
+            fetch.key = (0, s.number // epoch)
+    return lines(judge_samples(Samples(run_of(steps)))[0])
+
+
+def test_samples():
+    def shuffled(rank, step, i):
+        return (step // 10) * 7 % 40 + (rank + 2 * i + 4 * step) * 3
+
+    ok = ["ok samples", "ok order"]
+    assert samples_of(lambda rank, step, i: 4 * step + 2 * i + rank) == ok
+    assert samples_of(lambda rank, step, i: 2 * step + i) == ["WRONG samples"]
+    repeated = samples_of(lambda rank, step, i: 4 * step + 2 * i + rank * i)
+    assert repeated == ["note overlap", "ok order"]
+    own_order = samples_of(lambda rank, step, i: (2 * step + i + 7 * rank) % 20)
+    assert own_order == ["ok samples", "note whole epoch", "note order"]
+    assert samples_of(lambda rank, step, i: 1) == ["note no samples", "note order"]
+
+
+def test_data_of_each_rank():
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            s.fetched[0].data = 1 + rank
+            s.fetched[0].ids = [10_000 * rank + s.number]
+    steps[0][0].marks = ["unseeded"]
+    found = lines(judge_samples(Samples(run_of(steps)))[0])
+    assert found == ["ok samples", "note own data", "ok order", "note unseeded"]
+
+
+# ---- One process alone ---------------------------------------------------------------
+def alone_with(more, right=True, wrong=False, order="rank by rank"):
+    """What is said of one process with the rows of both ranks and these fields."""
+    two = run_of(ranks_of())
+    steps = replay_of(two.steps, **{"weights": table(), **more})
+    for s, theirs in zip(steps, zip(*two.steps)):
+        rows = sum([other.inputs for other in theirs], [])
+        s.fetched = [dataclasses.replace(s.fetched[0], ids=rows, rows=rows)]
+    verdict = compare.Verdict(20, 20 * right, different=wrong or None)
+    answer = first.First(two, Samples(two), True, first.Replayed(verdict, None, order))
+    return lines(alone.judge_alone(run_of([steps]), answer, 1e-5))
+
+
+def test_one_process_alone():
+    batch = ["ok global batch"]
+    assert alone_with({}) == [*batch, "ok alone weights"]
+    off = {"weights": table(1.2), "gradients": table(1.2)}
+    assert alone_with(off) == [*batch, "WRONG alone weights"]
+    # Accumulation with a loss that compares samples: the replay could not judge it.
+    assert alone_with(off, right=False) == [*batch, "note alone differs"]
+    assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
+    assert alone_with(off | {"norms": True}, right=False) == batch
+    assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
+
+
+# ---- Stop and resume -----------------------------------------------------------------
+def resumed(done=5, made=6, weights=1.0, cut=0, change=None, two=None):
+    """Stopped after `made` of 20 steps, and launched again from step `done`."""
+    two = two or run_of(ranks_of())
+    stopped = run_of([steps[:made] for steps in two.steps])
+    stopped.name = "stop"
+    rest = [[dataclasses.replace(s) for s in steps[done:]] for steps in two.steps]
+    for steps in rest:
+        for number, s in enumerate(steps):
+            s.number, s.place, s.weights = number, done + number, table(weights)
+    again = run_of(rest, start=done)
+    if change:
+        change(again, stopped)
+    return resume.judge_resume(two, stopped, again, cut)
+
+
+def lose_weights(again, stopped):
+    again.steps[0][0].place = again.steps[1][0].place = -1
+
+
+def lose_rank_1(again, stopped):
+    again.steps[1][0].place = -1
+
+
+def lose_steps(again, stopped):
+    for of_rank in again.traces:
+        del of_rank.steps[29 - 40 :]
+
+
+def change_rank_1(again, stopped):
+    again.steps[1][3].weights = table(1.3)
+
+
+def other_epoch(again, stopped):
+    for steps in again.steps:
+        steps[2].fetched = steps[1].fetched
+
+
+def other_draws(again, stopped):
+    for s in again.steps[1]:
+        s.draws = [Draw("bernoulli_", [4], 1, 1)]
+
+
+def fail(again, stopped):
+    again.codes, again.said = [1], {"errors": "KeyError: 'worst'"}
+
+
+def refuse(again, stopped):
+    fail(again, stopped)
+    again.said = {"errors": "FileExistsError: File exists: 'once'"}
+    for of_rank in again.traces:
+        of_rank.steps.clear()
+
+
+def end_at_once(again, stopped):
+    for of_rank in again.traces:
+        of_rank.steps.clear()
+
+
+def hang(again, stopped):
+    stopped.hangs = True
+
+
+RESUMES = [
+    ({"done": 6}, ["ok lost", "ok rest"]),
+    ({}, ["LOSES lost", "ok rest"]),
+    ({"done": 0}, ["LOSES all lost"]),
+    ({"made": 20}, ["LOSES signal"]),
+    ({"weights": 1.1}, ["LOSES lost", "WRONG rest"]),
+    ({"change": change_rank_1}, ["LOSES lost", "WRONG rest"]),
+    ({"change": lose_weights}, ["WRONG begin"]),
+    ({"change": lose_rank_1}, ["WRONG begin"]),
+    ({"change": lose_steps}, ["LOSES lost", "WRONG no rest"]),
+    # strict=False and keys that begin with "module.": 29 steps, and 40 were left
+    ({"done": 0, "change": lose_steps}, ["WRONG no rest"]),
+    ({"change": other_epoch}, ["LOSES lost", "WRONG other samples"]),
+    ({"change": other_draws}, ["LOSES lost", "note other noise", "ok rest"]),
+    ({"change": fail}, ["WRONG again"]),
+    ({"change": refuse}, ["LOSES again"]),
+    ({"change": end_at_once}, ["WRONG no rest"]),
+    ({"change": hang}, ["WRONG stopped"]),
+]
+
+
+@pytest.mark.parametrize("more, expected", RESUMES)
+def test_resume(more, expected):
+    assert lines(resumed(**more)) == expected
+
+
+def test_a_relaunch_of_ranks_that_differed_is_left_out():
+    two = run_of(ranks_of())
+    two.steps[1][3].bits["last"] = -1
+    assert lines(resumed(two=two)) == ["note left out"]
+
+
+def test_files_that_both_runs_saved(tmp_path):
+    runs = []
+    for name, value in (("one", 1.0), ("two", 1.1)):
+        folder = tmp_path / name / "machine0/folder"
+        folder.mkdir(parents=True)
+        states = {"model": torch.ones(3), "note": name}
+        torch.save(states, folder / "last.pt")
+        torch.save({"ema": [torch.full((2,), value)]}, folder / "best.pt")
+        (folder / "odd.pt").write_text("no checkpoint")
+        runs.append(Run(folders=[folder]))
+    (found,) = resume.judge_saved(*runs)
+    assert found.row == "saved otherwise" and found.values["name"] == "best.pt"
+    assert found.values["off"] == pytest.approx(0.1) and "ema.0" in str(found.values)
+    (found,) = resume.judge_saved(runs[0], runs[0])
+    assert found.word == "ok" and found.values["names"] == "best.pt, last.pt"
+
+
+def test_a_failure():
+    failed = resume.judge_failure(run_of([[], []], codes=[1]))
+    assert failed.word == "ok"
+    assert resume.judge_failure(run_of([[], []])).values["what"] == "the exit code is 0"
+    stuck = run_of([[], []], codes=[None], hangs=True)
+    assert resume.judge_failure(stuck).values["what"] == "the ranks do not end"
+
+
+# ---- Two machines --------------------------------------------------------------------
+def test_two_machines():
+    right = run_of(ranks_of())
+    missing = {"errors": "FileNotFoundError: No such file or directory: 'x.pt'"}
+    failed = run_of([[], []], codes=[1, 1], said=missing)
+    stuck = run_of([[], []], codes=[None, None], hangs=True)
+    ended = run_of([[], []])
+    assert machines.judge_start(right, None) == ([], right)
+    for bad in (failed, stuck):
+        found, run = machines.judge_start(bad, right)
+        assert lines(found) == ["note shared disk"] and run is right
+        assert lines(machines.judge_start(bad, bad)[0]) == ["WRONG machines start"]
+    assert lines(machines.judge_start(ended, None)[0]) == ["note no step"]
+    assert lines(machines.judge_machines(right, Samples(right))[0]) == ["ok machines"]
+    other = run_of(ranks_of(bits={"last": 5}))
+    assert machines.judge_machines(other, Samples(right)) == ([], True)
+    smaller = run_of(ranks_of(inputs=[1, 2], fetched=[]))
+    two = Samples(run_of(ranks_of(fetched=[])))
+    assert lines(machines.judge_machines(smaller, two)[0]) == ["note machine batch"]
+
+
+# ---- Printed numbers -----------------------------------------------------------------
+PRINTED = [
+    ("loss 0.4321,", ["0.4321"]),
+    ("loss 95.2%", ["95.2"]),
+    ("loss tensor(0.43)", ["0.43"]),
+    ("loss nan", ["nan"]),
+    ("loss -1e-05", ["-1e-05"]),
+    ("loss none", []),
+    ("loss 1\nloss 1", ["1", "1"]),
+]
+
+
+@pytest.mark.parametrize("text, numbers", PRINTED)
+def test_printed_numbers(text, numbers):
+    assert printed.printed(Run(said={"rank0.out": text}), r"loss (\S+)") == numbers
+
+
+def test_numbers_that_all_ranks_log_count_once():
+    run = Run(said={"errors": "rank 0: loss 3\nrank 1: loss 3\nloss 2\n"})
+    assert printed.printed(run, r"loss (\S+)") == ["3", "2"]
+
+
+AGREE = [
+    ("0.4321", "0.4322", True),
+    ("0.4321", "0.4323", False),
+    ("5", "6", False),
+    ("nan", "nan", True),
+    ("nan", "0.1", False),
+]
+
+
+@pytest.mark.parametrize("one, two, same", AGREE)
+def test_numbers_agree_but_for_the_last_digit(one, two, same):
+    assert printed.agree(one, two) == same
+
+
+# ---- What is said --------------------------------------------------------------------
+def report_of(*words):
+    report = command.Report("mine.py")
+    for word in words:
+        kind, _, row = word.partition(" ")
+        report.findings.append(trace.Finding(kind, row, Values()))
+    return report
+
+
+class Values(dict):
+    """Any value: 1, as a number is asked for in some places."""
+
+    def __missing__(self, name):
+        return 1
+
+
+SUMMARIES = [
+    (["ok gradient"], 0, "Nothing of what was checked is wrong."),
+    (["ok gradient", "LOSES lost"], 0, "Nothing of what was checked is wrong."),
+    (["WRONG alone"], 1, "First fix this: every rank trains alone."),
+    (["ok alone", "note not replayed"], 3, "The gradients were not judged. Nothing of"),
+    (["note no optimizer"], 3, "Nothing was judged."),
+    (["note not replayed", "WRONG rates"], 1, "The gradients were not judged. First"),
+]
+
+
+@pytest.mark.parametrize("words, code, text", SUMMARIES)
+def test_exit_codes_and_the_last_line(words, code, text, capsys, monkeypatch):
+    monkeypatch.setattr(rows, "sentences", lambda f: (rows.ROWS[f.row].bad, "", ""))
+    report = report_of(*words)
+    assert report.code() == code
+    report.last_line()
+    assert capsys.readouterr().out.startswith(f"mine.py: {text}")
+
+
+def test_what_a_note_leaves_out_is_not_counted_as_checked(capsys):
+    then = "So the samples differ, and the rest was not judged."
+    report = command.Report("mine.py")
+    report.say(rows.line("note", "other noise", who="rank 0", same="", then=then))
+    report.summary()
+    assert "0 checked, 1 not judged: 0 WRONG" in capsys.readouterr().out
+
+
+def test_findings_as_json():
+    report = command.Report("mine.py")
+    report.say(rows.line("WRONG", "steps", one=3, two=2))
+    record = json.loads(report.as_json(1))
+    (finding,) = record["findings"]
+    assert record["exit"] == 1 and finding["values"] == {"one": 3, "two": 2}
+    assert finding["text"] == "rank 0 makes 3 steps, rank 1 makes 2"
+    assert finding["page"] == rows.PAGES["hangs"]
+
+
+def test_first_traceback():
+    text = "[rank1]: Traceback (most recent call last):\n[rank0]: warning\n"
+    text += '[rank1]:   File "mine.py", line 1\n[rank1]:     work()\n'
+    text += '[rank1]:   File "/lib/python3/io.py", line 1\n'
+    text += "[rank1]: ValueError: no\n[rank1]: more\n"
+    last = '  File "mine.py", line 1\n    work()\nValueError: no'
+    assert first_traceback(text) == last
+    assert first_traceback("last words") == "last words"
+    peer = "[rank0]: Traceback (most recent call last):\n"
+    peer += '[rank0]:   File "mine.py", line 2\n[rank0]: RuntimeError: closed by peer\n'
+    assert first_traceback(peer + text) == last
+    assert first_traceback(peer).endswith("closed by peer")
+    # Two ranks that write at the same time
+    both = "Traceback (most recent call last):\n" * 2
+    both += '  File "mine.py", line 3\n    assert x\nAssertionError\n'
+    assert first_traceback(both).endswith("assert x\nAssertionError")
+
+
+def test_the_scripts_own_words_come_before_a_dump():
+    text = "epoch 1\nerror: rank 1: no such data\nFatal Python error: Aborted\n\n"
+    text += 'Thread 0x01 (most recent call first):\n  File "x.py", line 3 in wait\n'
+    assert first_traceback(text) == "error: rank 1: no such data"
+    assert (
+        Run(said={"errors": text}, codes=[1]).words()["error"].startswith("error: ra")
+    )
+
+
+def test_a_hang_says_where_the_ranks_wait():
+    wait = ("/lib/python3/site-packages/torch/distributed/x.py", "9", "all_reduce")
+    frames = [wait, ("mine.py", "27", "<module>")]
+    run = run_of(ranks_of(), codes=[None], hangs=True, stacks={1: frames}, timeout=60)
+    words = run.words()
+    assert words["error"] == "it does not end within 60 s"
+    assert "Rank 1 waits in all_reduce(): mine.py, line 27, in <module>" in words["why"]
+
+
+def test_an_error_of_the_check_is_not_blamed_on_the_script():
+    text = "Traceback (most recent call last):\n"
+    text += (
+        f'  File "mine.py", line 1\n    x\n  File "{PACKAGE}/rank/watch.py", line 1\n'
+    )
+    run = Run(said={"errors": f"{text}    y\nKeyError: 'y'\n"}, codes=[1])
+    with pytest.raises(OwnFault, match="KeyError"):
+        run.raise_own_fault()
+    Run(
+        said={"errors": f"{text}    y\nCannotImitate: y\n"}, codes=[1]
+    ).raise_own_fault()
+
+
+def test_rooms():
+    """judge/ and rank/ never import each other, and no room is above 450 lines."""
+    for path in Path(PACKAGE).rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 450, path
+        imports = [
+            n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)
+        ]
+        modules = {node.module for node in imports}
+        room, other = path.parent.name, {"judge": "rank", "rank": "judge"}
+        banned = f"ddp_check.{other.get(room, '-')}"
+        assert not [name for name in modules if name and name.startswith(banned)], path
