@@ -944,6 +944,23 @@ def test_resumed_on_other_numbers_of_ranks_the_run_is_the_same(tiny, data, out):
 
 
 @processes
+def test_three_ranks_have_the_same_bits_if_ddp_looks_for_unused_parameters(tiny, out):
+    """Otherwise it lays out its buckets anew after a resume, and rounds another way."""
+    options = [*tiny, "--max_steps", 8, "--dim", 64, "--batch_size", 2, "--out"]
+
+    def patch():
+        small = {"bucket_cap_mb": 0.01, "find_unused_parameters": True}
+        wrap = functools.partial(DistributedDataParallel, **small)
+        ddp_train.DistributedDataParallel = wrap
+
+    train(3, *options, out / "whole", patch=patch)
+    fault = "train_step 4 SIGTERM 1"
+    train(3, *options, out / "parts", patch=patch, fault=fault, code=143)
+    train(3, *options, out / "parts", patch=patch)
+    assert_same_run(out / "whole", out / "parts")
+
+
+@processes
 @pytest.mark.parametrize("batch, last_step", [(2, 48), (16, 8), (7, 16)])
 def test_resumed_with_another_global_batch_the_rate_goes_on(
     tiny, out, batch, last_step
