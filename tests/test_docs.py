@@ -262,10 +262,14 @@ def test_batches_by_length_hold_each_sentence_once_and_resume():
             batches = list(sampler)
             sampler.set_epoch(1, 2 * 32)
             assert list(sampler) == batches[2:] and len(sampler) == 29
+            sampler.set_epoch(2)
+            assert list(sampler) != batches
             return batches
 
     batches = [sum(parts, []) for parts in zip(*in_ranks(3, rank))]
     assert len(set(sum(batches, []))) == sum(map(len, batches)) == 31 * 32
+    left_out = {*range(1001)} - set(sum(batches, []))
+    assert min(lengths[i] for i in left_out) < 30  # not only the longest
     for batch in batches:
         assert max(lengths[i] for i in batch) - min(lengths[i] for i in batch) < 16
 
