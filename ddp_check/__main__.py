@@ -258,7 +258,7 @@ def main(arguments=None):
     base = Path(tempfile.mkdtemp(prefix="check-"))
     guardian = Guardian(base)
     more = options.arguments, options.link, options.steps, options.timeout
-    launcher = Launcher(base, script, *more, pipe=guardian.pipe, tick=report.tick)
+    launcher = Launcher(base, script, *more, guardian.pipe, report.tick)
     try:
         try:
             check(options, launcher, report)
@@ -269,8 +269,10 @@ def main(arguments=None):
         code = INTERRUPTED
     except Exception as error:
         code = FAULT
-        own = isinstance(error, OwnFault)
-        report.print(error if own else traceback.format_exc())
+        text = traceback.format_exc()
+        if isinstance(error, OwnFault):
+            text = f"Traceback of a rank:\n{error}"
+        report.print(text)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keeps = code in (WRONG, NOT_JUDGED, FAULT)
     guardian.end(keeps)

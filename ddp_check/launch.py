@@ -35,14 +35,14 @@ class Launcher:
 
     base: Path
     script: list  # ["/path/mine.py"] or ["-m", "module"]
-    arguments: list = dataclasses.field(default_factory=list)
-    links: list = dataclasses.field(default_factory=list)
-    steps: int = 0
-    timeout: float = 120
+    arguments: list
+    links: list
+    steps: int
+    timeout: float
+    pipe: int  # to the guardian
+    tick: object  # is called while a launch is waited for
     float64: bool = True
     gpus: bool = False
-    pipe: int = -1  # to the guardian
-    tick: object = print  # is called while a launch is waited for
     temporary: dict = dataclasses.field(default_factory=dict)  # {folder: TMPDIR}
 
     def start(self, name, ranks=2, machines=1, folders=None, gpus=None, **options):
@@ -256,8 +256,7 @@ def become_torchrun(words, folder, said, environment, pipe):
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    if pipe >= 0:
-        os.close(pipe)
+    os.close(pipe)
     os.chdir(folder)
     os.environ.update(environment)
     tempfile.tempdir = None  # look at TMPDIR again

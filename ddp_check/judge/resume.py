@@ -13,6 +13,7 @@ from ddp_check.judge.samples import Samples
 from ddp_check.rows import judge, line
 
 SAME_WEIGHTS = 1e-6  # of a relaunch, relative to how far they have come
+SAME_FILES = 1e-4  # of what is saved beside them
 MOST_BYTES = 2**30  # of a saved file that is compared
 
 
@@ -208,7 +209,7 @@ def judge_saved(two, again):
         if max(os.path.getsize(path) for path in paths) > MOST_BYTES:
             continue
         off, parts = compare_files(*map(tensors_of_file, paths))
-        if off > SAME_WEIGHTS:
+        if off > SAME_FILES:
             values = {"name": name, "off": off, "names": name}
             values["parts"] = f"It differs in {compare.listed(parts)}."
             return [line("WRONG", "saved otherwise", **values)]
@@ -241,5 +242,5 @@ def compare_files(one, two):
         if a.shape == b.shape and a.isfinite().all() and b.isfinite().all():
             off = float((a - b).norm() / (a.norm() or 1.0))
             away = max(away, off)
-            parts += [name] * (off > SAME_WEIGHTS)
+            parts += [name] * (off > SAME_FILES)
     return away, sorted(parts)

@@ -33,8 +33,6 @@ from ddp_check.rank.patch import (
 
 PROPERTIES = {"name": "NVIDIA A100 (pretended)", "major": 8, "minor": 0, "uuid": "0"}
 PROPERTIES |= {"total_memory": 80 * 2**30, "multi_processor_count": 108}
-PROPERTIES |= {"max_threads_per_multi_processor": 2048, "warp_size": 32}
-PROPERTIES |= {"L2_cache_size": 40 * 2**20, "is_integrated": 0, "gcnArchName": ""}
 
 # The first rule whose beginning fits a name of torch.cuda says what it answers.
 ANSWERS = [
@@ -237,10 +235,6 @@ class Gpus:
     def _autocast(self, ask, device_type="cuda"):
         return ask(self._on_cpu(device_type))
 
-    def _cuda_storage(self, cuda, storage, device=None, non_blocking=False):
-        self._find(device)
-        return storage
-
     def _load_storage(self, storage, location):
         """torch.load() asks this first. None: ask others."""
         if location.partition(":")[0] == "cuda":
@@ -336,50 +330,17 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class SumOfRanks(torch.autograd.Function):
-    """An all_reduce() that gradients pass."""
-
-    @staticmethod
-    def forward(context, x, group):
-        context.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(context, gradient):
-        return SumOfRanks.apply(gradient.contiguous(), context.group), None
-
-
 def normalize_over_all_ranks(forward, norm, x):
-    """SyncBatchNorm.forward(): torch has none for the CPU."""
+    """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
     group = norm.process_group or dist.group.WORLD
-    if not norm.training or group is None or dist.get_world_size(group) == 1:
-        return nn.modules.batchnorm._BatchNorm.forward(norm, x)
-    norm._check_input_dim(x)
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    dims = [0, *range(2, x.dim())]
-    rows = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = torch.tensor(x.numel() // x.shape[1]).to(rows.dtype)
-    dist.all_reduce(count, group=group)
-    mean = SumOfRanks.apply(rows.sum(dims), group) / count
-    centered = rows - mean.view(shape)
-    var = SumOfRanks.apply(centered.square().sum(dims), group) / count
-    if norm.track_running_stats:
-        norm.num_batches_tracked.add_(1)
-        momentum = norm.momentum
-        if momentum is None:
-            momentum = 1 / norm.num_batches_tracked.item()
-        with torch.no_grad():
-            unbiased = var * count / (count - 1)
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
-            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
-    y = centered * (var + norm.eps).rsqrt().view(shape)
-    if norm.weight is not None:
-        y = y * norm.weight.view(shape)
-    if norm.bias is not None:
-        y = y + norm.bias.view(shape)
-    return y.to(x.dtype)
+    ranks = dist.get_world_size(group) if norm.training and group else 1
+    if ranks > 1:
+        from torch.distributed.nn.functional import all_gather  # gradients pass it
+
+        rows = torch.cat(all_gather(x.contiguous(), group))
+        rows = nn.modules.batchnorm._BatchNorm.forward(norm, rows)
+        return rows.chunk(ranks)[dist.get_rank(group)]
+    return nn.modules.batchnorm._BatchNorm.forward(norm, x)
 
 
 def refusal(name, original):
@@ -420,14 +381,6 @@ def create_device(create, *args, **kwargs):
     if args and type(args[0]) is int:  # a torch without CUDA does not know such a GPU
         return create("cuda", *args)
     return create(*args, **kwargs)
-
-
-def device_module(find, device="cuda"):
-    return find(device)
-
-
-def set_default_type(set_type, kind):
-    set_type(kind.replace("cuda.", "") if isinstance(kind, str) else kind)
 
 
 def without_pinning(create, loader, *args, **kwargs):
@@ -473,17 +426,12 @@ def pretend_that_the_cpu_is_a_gpu(count):
     torch.Stream, torch.Event = Stream, Event
     torch.Generator = stand_in(torch.Generator, gpus._places)
     torch.device = stand_in(torch.device, create_device)
-    for owner in (torch.autocast, DeviceContext):
+    for owner in (torch.autocast, DeviceContext, dist.device_mesh.DeviceMesh):
         wrap(owner, "__init__", gpus._places)
-    wrap(dist.device_mesh.DeviceMesh, "__init__", gpus._places)
     wrap(nn.Module, "to", gpus._places)
-    for storage in (torch.UntypedStorage, torch.TypedStorage):
-        wrap(storage, "cuda", gpus._cuda_storage)
     nothing = functools.partial(always, None)
     torch.serialization.register_package(0, nothing, gpus._load_storage)
     wrap(torch.Tensor, "record_stream", nothing)
-    wrap(torch, "get_device_module", device_module)
-    wrap(torch, "set_default_tensor_type", set_default_type)
     wrap(torch, "is_autocast_enabled", gpus._autocast)
     wrap(torch, "get_autocast_dtype", gpus._autocast)
     torch.get_autocast_gpu_dtype = torch.get_autocast_dtype

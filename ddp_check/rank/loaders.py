@@ -23,24 +23,27 @@ class Loaders:
         self.listener = listener
         self.cast = cast  # for each tensor of a batch
         self.replay = replay
-        self.known = []  # [loader, number of iterations]
+        self.known = []  # [data set, batch size, number of iterations]
         wrap(DataLoader, "__iter__", self.see_iteration)
         wrap(DataLoader, "__len__", self.see_length)
         wrap(*PRIVATE["next indices"], self.see_indices)
 
     def number(self, loader):
-        numbers = [i for i, (one, _) in enumerate(self.known) if one is loader]
-        return numbers[0] if numbers else None
+        """A loader may be made again for each epoch, but not its data."""
+        for number, (data, size, _) in enumerate(self.known):
+            if data is loader.dataset and size == loader.batch_size:
+                return number
+        return None
 
     def see_iteration(self, iterate, loader):
         number = self.number(loader)
         if number is None:
             number = len(self.known)
-            self.known.append([loader, 0])
+            self.known.append([loader.dataset, loader.batch_size, 0])
             with contextlib.suppress(TypeError):  # a stream, or an endless sampler
                 self.listener.sees_loader(number, len(loader.dataset), len(loader))
-        key = number, self.known[number][1]
-        self.known[number][1] += 1
+        key = number, self.known[number][-1]
+        self.known[number][-1] += 1
         if self.replay and self.replay.gives(key):
             return self.give(key)
         if getattr(loader, "_iterator", None) is not None:  # workers that persist

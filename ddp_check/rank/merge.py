@@ -280,8 +280,8 @@ def known_padding(batches, path):
         return values.pop()
     if any(tensor.dim() < 2 or tensor.numel() == 0 for tensor in tensors):
         return None
-    ends = sum([tensor[:, -1].flatten(1).tolist() for tensor in tensors], [])
-    ends = Counter(row[0] for row in ends if len(set(row)) == 1)
+    ends = torch.cat([tensor[:, -1].reshape(len(tensor), -1) for tensor in tensors])
+    ends = Counter(row[0] for row in ends.tolist() if len(set(row)) == 1)
     values = [v for v, count in ends.items() if count > 1]
     values = [v for v in values if all(ends_rows(v, t) for t in tensors)]
     return values[0] if len(values) == 1 else None

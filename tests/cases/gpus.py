@@ -1,19 +1,18 @@
 # Scripts that ask for GPUs. On two machines with one GPU each, rank 1 has no cuda:1.
-# case ci: right | ok gradient; ok machines | machines
+# case: right | ok gradient; ok machines | machines
 # case ci: set-rank | ok gradient; WRONG machines start error="RuntimeError: CUDA
 #     error: invalid device ordinal: cuda:1 on a machine with 1 ranks, which seems
 #     to have a GPU for each" | machines
 # case: share | ok gradient; WRONG machines | machines
 # case: batch | ok gradient; note machine batch one=32 two=64
 #     | machines
-# case ci: zero | WRONG same gpu; ok gradient
+# case: zero | WRONG same gpu; ok gradient
 # case ci: scaler | ok gradient; note global batch one=16 two=32
 #     | alone
 # case: buffers | WRONG fails
-# case ci: sync | ok gradient
+# case: sync | ok gradient
 # case ci: shares | ok gradient
 # case: sums | WRONG gradient first=0 factor=2
-# case: rng | ok gradient
 # case: parallel | ok gradient; ok global batch; ok alone weights
 #     | alone
 # case: graph | note imitated
@@ -67,9 +66,6 @@ else:
         wrapped = DistributedDataParallel(model, device_ids=[local])
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
 torch.manual_seed(rank)
-if case == "rng":
-    torch.cuda.manual_seed_all(1)
-    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for x, y in loader:

@@ -3,13 +3,11 @@
 # case: dropout one | ok gradient; note masks names="torch.bernoulli_()"
 # case: dropout time | ok gradient; ok masks; note random; note random; note random
 #     | --skip ranks,failure
-# case: path rank | ok gradient; ok masks
 # case: scripted rank | ok gradient; ok masks
 # case: checkpoint rank | ok gradient; ok masks
 # case ci: mixup rank | ok gradient; ok masks
-# case ci: diffusion rank | ok gradient; ok masks
+# case: diffusion rank | ok gradient; ok masks
 # case: shape one | ok gradient; note masks names="torch.randn_like()"
-# case: numpy one | note not replayed
 # case: default_rng one | note not replayed
 # case ci: Random one | note not replayed
 # case: decision rank | note not replayed
@@ -18,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 def noisy(x, y):
-    if case == "path":
-        x = x * (torch.rand(len(x), 1) < 0.8)
     if case == "mixup":
         order = torch.randperm(len(x))
         x, y = x + x[order], y + y[order]
@@ -29,8 +25,6 @@ def noisy(x, y):
         x, y = x * (1 - level) + noise * level, noise
     if case == "shape":
         x = x + torch.randn_like(x)
-    if case == "numpy":
-        x = x + numpy.random.normal()
     if case == "default_rng":
         x = x + torch.as_tensor(numpys.standard_normal(x.shape)).to(x)
     if case == "Random":

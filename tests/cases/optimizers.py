@@ -1,5 +1,5 @@
 # Several optimizers, or uncommon ones. A step is not a call of an optimizer.
-# case ci: gan | ok gradient; ok masks
+# case: gan | ok gradient; ok masks
 # case ci: two | ok alone; ok moves steps=20; ok gradient steps=20
 # case: hooks | ok alone; ok moves steps=20; ok gradient steps=20
 # case: sam | ok gradient

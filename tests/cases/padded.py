@@ -1,6 +1,6 @@
 # Rows of different lengths, padded to the longest of each rank.
 # case ci: right | ok gradient
-# case ci: tokens | WRONG gradient off=0.001..0.5
+# case: tokens | WRONG gradient off=0.001..0.5
 # case: seed | ok gradient; note masks names="torch.bernoulli_()"
 # case: pairs | ok gradient
 from common import *

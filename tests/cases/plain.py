@@ -4,14 +4,14 @@
 #     ok alone weights; ok gradient ranks=4 steps=20; LOSES all lost lost=6;
 #     LOSES all lost lost=16; ok failure; ok machines | all
 # case: right | ok moves steps=5; ok gradient steps=5 | quick --steps 5
-# case ci: right --logs x | ok gradient
+# case: right --logs x | ok gradient
 # case: compiled | ok gradient
 # case: bf16 | ok gradient
 # case: anew | ok gradient
 # case: float32 | note float32 error="AssertionError: torch.float64";
 #     ok gradient off=1e-9..1e-4
 # case: half | note float32; ok gradient off=1e-9..1e-4
-# case ci: look-0 | ok gradient
+# case: look-0 | ok gradient
 # case: look | ok gradient; ok global batch one=32; ok alone weights | alone
 from common import *
 

@@ -1,5 +1,5 @@
 # What the ranks train on.
-# case ci: same | WRONG samples; note left out
+# case: same | WRONG samples; note left out
 # case: everything | note whole epoch; ok gradient
 # case: other | note own data; ok gradient
 # case: unseeded | note own data; note unseeded; ok gradient
@@ -7,7 +7,6 @@
 # case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
 # case ci: hand | ok gradient; ok masks
 # case: stream | note order; ok gradient
-# case ci: endless | ok gradient
 # case ci: agent | ok gradient
 # case: rows | note no samples; note not replayed
 # case: rebatch | note not replayed
@@ -19,13 +18,6 @@ from common import *
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([dataset[i] for i in range(rank, 320, size)])
-
-
-class Endless(torch.utils.data.Sampler):
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            yield from torch.randperm(320, generator=generator).tolist()[rank::size]
 
 
 def again(loader):
@@ -62,8 +54,6 @@ if case == "unseeded":
     options["sampler"] = sampler = DistributedSampler(dataset)
 if case == "uneven":
     options["sampler"] = range(rank, 319, size)
-if case == "endless":
-    options["sampler"] = Endless()
 if case == "hand":
     options = {"sampler": RandomSampler(dataset)}
 loader = DataLoader(dataset, 32 if case in ("hand", "grows") else rows, **options)
@@ -71,8 +61,6 @@ if case == "views":  # of a tensor of 64 MB
     large = torch.randn(640, 12800)
     views = [large[i * 32 + rank * rows :][:rows, :8] for i in range(20)]
     loader = DataLoader(views, batch_size=None)
-if case == "endless":
-    endless = iter(loader)
 if case == "rows":  # a pretrained model may be in eval() mode
     wrapped.eval()
 for epoch in range(2):
@@ -83,8 +71,6 @@ for epoch in range(2):
     batches = loader
     if case == "stream":
         batches = DataLoader(Stream(), rows)
-    if case == "endless":
-        batches = (next(endless) for _ in range(10))
     if case == "agent":
         batches = seeded(epoch)
     if case == "rows":

@@ -1,7 +1,7 @@
 # Hugging Face's Trainer. It sets the same seed on all ranks. Since version 5 it
 # multiplies the loss by their number, which is wrong where a model returns a mean.
 # needs: transformers
-# case ci: gpt | ok gradient; note masks
+# case: gpt | ok gradient; note masks
 # case ci: bert | WRONG gradient first=0 off=0.99..1.01 factor=2; note masks
 import transformers as hf
 from common import *

@@ -1,0 +1,423 @@
+"""Tests of ddp_check/rank: what runs inside each rank, function by function.
+
+They take seconds. Whole launches are in test_check.py.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_check import trace
+from ddp_check.rank import patch
+from ddp_check.rank.merge import Merge, known_padding, numbered
+from ddp_check.rank.record import Recorded, Recording
+from ddp_check.rank.replay import Reference, Relaunch, Replay
+from ddp_check.rank.steps import Steps
+from ddp_check.rank.tensors import checksum, comparison, rows_of
+from ddp_check.rank.weights import Weights, can_change_weights, plain_name
+from harness import launch, processes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", patch.PRIVATE)
+def test_private_name_of_torch_exists(name):
+    assert patch.private(name) is not None
+
+
+# ---- Batches of all ranks
+@pytest.fixture
+def merge():
+    return Merge("rank by rank")
+
+
+def test_batches_are_joined(merge):
+    a, b = torch.tensor([1, 2]), torch.tensor([3, 4])
+
+    def join(*parts, stacked=False):
+        return merge.join(parts, [2, 2], stacked)
+
+    assert join(a, b).tolist() == [1, 2, 3, 4]
+    joined = join({"x": a, "n": ["p", "q"]}, {"x": b, "n": ["r", "s"]})
+    assert joined["x"].tolist() == [1, 2, 3, 4] and joined["n"] == ["p", "q", "r", "s"]
+    columns = join([a, a], [b, b])
+    assert [column.tolist() for column in columns] == [[1, 2, 3, 4]] * 2
+    images = [torch.zeros(3, 4), torch.zeros(3, 5)]  # samples, not columns
+    joined = merge.join([images, [torch.ones(3, 6), torch.ones(3, 7)]], [2, 2], False)
+    assert [image.shape[1] for image in joined] == [4, 5, 6, 7]
+    assert join(torch.zeros(5, 2), torch.ones(5, 2)).shape == (5, 4)  # time first
+    assert merge.notes.problems == []
+    merge.order = "row by row"
+    assert join(a, b).tolist() == [1, 3, 2, 4]
+    assert join(("a", "b"), ("c", "d")) == ("a", "c", "b", "d")
+
+
+@pytest.mark.parametrize(
+    "parts, problem",
+    [
+        ([torch.tensor(1), torch.tensor(2)], "a number that differs between ranks"),
+        ([(object(), torch.ones(2)), (object(), torch.zeros(2))], "type object"),
+        ([None, torch.ones(2)], "could not be recorded"),
+        (
+            [(torch.ones(2), torch.ones(3, 6)), (torch.ones(2) + 1, torch.ones(1, 6))],
+            "may hold sample numbers",
+        ),
+    ],
+)
+def test_what_cannot_be_joined_is_a_problem(merge, parts, problem):
+    merge.batch(parts, [2, 2])
+    assert problem in merge.take_notes().problems[0]
+    assert merge.notes.problems == []
+
+
+def test_the_same_batch_on_all_ranks_is_given_once(merge):
+    batch = {"x": torch.arange(4)}
+    assert merge.batch([batch, copy.deepcopy(batch)], [4, 4])["x"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+PAD = {  # batches of two ranks, and what rows of the first tensor are padded with
+    "a mask of bits": ([[[1, 1, 0], [1, 1, 1]], [[1, 1], [1, 0]]], 0),
+    "only at the ends": ([[[5, 6, 9], [7, 9, 9], [5, 5, 6]], [[4, 9], [6, 7]]], 9),
+    "two candidates": ([[[5, 6, 9], [5, 7, 9], [5, 5, 8], [5, 6, 8]]], None),
+    "in the middle, too": ([[[5, 9, 6], [7, 9, 9], [5, 9, 9]]], None),
+    "no padding": ([[[1.5, 2.5]], [[3.5, 4.5, 5.5]]], None),
+}
+
+
+@pytest.mark.parametrize("name", PAD)
+def test_padding_is_known_or_not(name):
+    batches, value = PAD[name]
+    assert known_padding([(torch.tensor(batch),) for batch in batches], (0,)) == value
+
+
+def test_a_mask_shows_the_padding():
+    x, mask = torch.tensor([[3, 9, 7], [9, 8, 7]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    assert known_padding([{"x": x, "mask": mask}], ("x",)) == 7
+    rows = torch.rand(2, 3, 4) * mask[..., None]
+    assert known_padding([{"x": rows, "mask": mask}], ("x",)) == 0
+
+
+def test_rows_are_padded_to_the_longest(merge):
+    parts = [(torch.tensor([[1, 2, 3], [3, 0, 0]]),), (torch.tensor([[4, 5], [6, 0]]),)]
+    merge.all_batches = lambda: parts
+    expected = [[1, 2, 3], [3, 0, 0], [4, 5, 0], [6, 0, 0]]
+    assert merge.batch(parts, [2, 2])[0].tolist() == expected
+    assert not merge.notes.padded
+    merge.paddings = {(0,): None}  # nobody knows
+    assert merge.batch(parts, [2, 2])[0].tolist() == expected
+    assert merge.take_notes().padded
+
+
+def test_random_numbers_are_joined(merge):
+    a, b = torch.rand(8, 2), torch.rand(8, 2)
+    both = torch.empty(16, 2)
+    joined = merge.draw("rand", both, 0, [(0, a), (0, b)])
+    assert torch.equal(joined, torch.cat([a, b]))
+    assert merge.take_notes().different == {"torch.rand()"}
+    merge.draw("rand", both, 0, [(0, a), (0, a)])
+    assert merge.take_notes().alike == {"torch.rand()"}
+    assert merge.draw("rand", a, 0, [(0, a), (0, a)]) is a  # for the whole batch
+    order = torch.tensor([1, 0])
+    joined = merge.draw("randperm", torch.empty(4), 4, [(2, order), (2, order)])
+    assert joined.tolist() == [1, 0, 3, 2]
+    assert merge.draw("rand", a, 0, [(0, a), (0, b)]) is None
+    assert "each rank draws torch.rand() of [8, 2]" in merge.take_notes().problems[0]
+    assert merge.draw("rand", a, 0, [(0, a), None]) is None
+    assert "more often than on the ranks" in merge.take_notes().problems[0]
+    with torch.no_grad():  # what one rank does by itself
+        merge.draw("rand", a, 0, [(0, a), None])
+    assert merge.take_notes().problems == []
+
+
+def test_rows_are_numbered():
+    assert [rows.tolist() for rows in numbered("rank by rank", [2, 1])] == [[0, 1], [2]]
+    assert [rows.tolist() for rows in numbered("row by row", [2, 1])] == [[0, 2], [1]]
+
+
+# ---- Tensors, and what is recorded
+def test_comparison_has_exact_sums():
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0])
+    assert comparison(a, b) == trace.Comparison(aa=25, bb=13, ab=17, off=4)
+    assert comparison(None, b) == trace.Comparison(aa=0, bb=13, ab=0, off=13)
+    constant = torch.full((1024, 1024), 1e-3)
+    assert comparison(constant, 1.5 * constant).off == pytest.approx(
+        0.25 * 1e-6 * 2**20
+    )
+
+
+def test_rows_are_known_by_their_content():
+    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
+    samples, parts = rows_of([x, y])
+    assert len(samples) == 3 and len(parts) == 6
+    assert rows_of([x[1:], y[1:]])[0] == samples[1:]
+
+
+def test_views_are_recorded_without_the_rest(tmp_path):
+    recording = Recording(tmp_path, 0)
+    view = torch.arange(10**6)[5:8]
+    odd = torch.ones(2, 3, dtype=torch.bfloat16).T
+    recording.keep("batch", (0, 0, 0), (3, {"x": view, "odd": odd, "kind": "b"}, 1))
+    recording.keep("batch", (0, 0, 1), (0, lambda: None, 1))  # cannot be pickled
+    recording.close()
+    assert Path(tmp_path, "rank0.pickle").stat().st_size < 2000
+    recorded = Recorded(tmp_path, 0)
+    rows, batch, turn = recorded.get("batch", (0, 0, 0))
+    assert batch["x"].tolist() == [5, 6, 7] and torch.equal(batch["odd"], odd)
+    assert recorded.get("batch", (0, 0, 1)) is None
+    assert recorded.keys("batch") == [(0, 0, 0), (0, 0, 1)]
+
+
+def test_a_killed_rank_has_recorded_what_it_had(tmp_path):
+    recording = Recording(tmp_path, 0)
+    for step in range(3):
+        recording.keep("bits", step, {"weight": step})
+    recording.close()
+    path = tmp_path / "rank0.pickle"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert Recorded(tmp_path, 0).steps == 2
+
+
+# ---- Names and steps
+def test_names_are_those_of_the_model():
+    assert plain_name("module._orig_mod.module.0.weight") == "0.weight"
+    assert (
+        plain_name("layers._checkpoint_wrapped_module.module.bias").count("module") == 1
+    )
+    weights = Weights({})
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert weights.see_module(one) == ["weight", "bias"]
+    assert weights.see_module(nn.Sequential(one)) == []
+    assert weights.see_module(two) == ["weight#2", "bias#2"]
+    assert weights.see_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1)) == [
+        "parameter 0"
+    ]
+    alone = Weights({"model.0.weight": (2, 2), "model.1.weight": (3, 2)})
+    assert alone.see_module(nn.Linear(2, 3, bias=False)) == ["model.1.weight"]
+    assert alone.see_module(nn.Sequential(nn.Linear(2, 2, False))) == ["model.0.weight"]
+
+
+@pytest.fixture
+def steps(tmp_path):
+    steps = Steps(trace.LaunchOptions(record=str(tmp_path)), tmp_path, 0)
+    steps.folder = tmp_path
+    yield steps
+    steps.close(nothing, [], [])
+
+
+def nothing(step):
+    """Nothing else is known when a step ends."""
+
+
+def train(steps, model, *optimizers, after=nothing):
+    steps.begin(nothing)
+    steps.see_module(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        steps.optimize(optimizer, True)
+        optimizer.step()
+        steps.end(optimizer, nothing)
+    after(model)
+
+
+def clamp(model):
+    model.weight.data.clamp_(-1e-3, 1e-3)
+
+
+def test_several_optimizers_make_one_step(steps, tmp_path):
+    model = nn.Linear(2, 1)
+    both = [torch.optim.SGD([weight], 0.1) for weight in (model.weight, model.bias)]
+    train(steps, model, *both)
+    train(steps, model, both[0])  # the other one is frozen
+    written = trace.read_trace(tmp_path, 0).steps
+    assert [step.trained for step in written] == [["weight", "bias"], ["weight"]]
+    assert written[0].rates == {"weight": 0.1, "bias": 0.1}
+    assert written[0].gradient_values == 3 and set(written[0].bits) == {
+        "weight",
+        "bias",
+    }
+    start = trace.read_trace(tmp_path, 0).starts[0]
+    assert start.step == 0 and set(start.bits) == {"weight", "bias"}
+
+
+def test_what_changes_weights_after_the_optimizer_belongs_to_the_step(steps, tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(steps, model, optimizer, after=clamp)
+    before = trace.read_trace(tmp_path, 0).steps[0].bits
+    steps.begin(nothing)
+    (step,) = trace.read_trace(tmp_path, 0).steps
+    assert step.bits["weight"] == checksum(model.weight) != before["weight"]
+    assert step.bits["bias"] == before["bias"]
+
+
+def reference(tmp_path, kind=Reference, **options):
+    return kind(trace.LaunchOptions(reference=str(tmp_path), **options), 0)
+
+
+def test_a_step_is_compared_with_that_of_the_reference(steps, tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        train(steps, model, optimizer, after=clamp)
+        optimizer.zero_grad()
+    steps.close(nothing, [], [])
+    other = reference(tmp_path)
+    values = steps.weights.values
+    gradients = {"weight": torch.full((1, 2), 2.0)}  # they were 1 there
+    changed = {"weight": (torch.zeros(1, 2), torch.full((1, 2), -0.1))}
+    tables = other.compare(1, gradients, {}, changed, values)
+    assert tables[0]["weight"].off == pytest.approx(2)
+    assert tables[0]["bias"] == trace.Comparison(1, 0, 0, 1)  # it has none here
+    assert tables[1] == {}
+    assert tables[2]["weight"].off == pytest.approx(0, abs=1e-12)
+    assert tables[3]["weight"].off == 0 and tables[3]["weight"].aa > 0
+    assert (other.place(1), other.place(2)) == (1, -1)
+    again = reference(tmp_path, Relaunch, again=True)
+    again.find_offset(set(steps.weights.bits.values()))
+    assert again.offset is None  # these are the weights at the end
+    again.find_offset({checksum(value) for value in again.values_before(1).values()})
+    assert (again.offset, again.place(0), again.place(1)) == (1, 1, -1)
+
+
+def test_a_replay_joins_the_batches_of_a_step(tmp_path):
+    for rank in (0, 1):
+        recording = Recording(tmp_path, rank)
+        recording.keep("length", 0, (8, 2))
+        recording.keep("bits", 0, {})
+        for place in (0, 1):
+            x = torch.arange(2) + 10 * rank + 100 * place
+            recording.keep("batch", (0, 3, place), (2, x, place))
+        recording.close()
+    how = trace.Replay([[(0, 3)], [(0, 3)]], "rank by rank")
+    replay = reference(tmp_path, Replay, replay=how, reference_ranks=2)
+    assert replay.gives((0, 3)) and not replay.gives((0, 2))
+    given = [batch.tolist() for batch in replay.give((0, 3))]
+    assert given == [[0, 1, 10, 11], [100, 101, 110, 111]]
+    assert replay.length(0, None) == replay.length(None, 8) == 2
+    assert replay.length(1, 8) is replay.length(None, 9) is None
+    how.order = "in turn"
+    replay = reference(tmp_path, Replay, replay=how, reference_ranks=2)
+    assert [batch[0].item() for batch in replay.give((0, 3))] == [0, 10, 100, 110]
+
+
+def test_a_step_that_prepares_loading_is_none():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=0.0)
+    weight.grad = torch.zeros(2)
+    assert not can_change_weights(optimizer)
+    weight.grad += 1
+    assert can_change_weights(optimizer)
+
+
+# ---- What replaces functions of torch: each in a process of its own
+ALONE = """
+import sys
+sys.path.insert(0, {root!r})
+import random, numpy, torch
+from torch import nn
+"""
+GENERATORS = """
+from ddp_check.rank.generators import Generators
+seen = Generators()
+mine, own = numpy.random.default_rng(3), random.Random(2)
+old = numpy.random.RandomState(1)
+assert seen.take() == {}
+mine.random(), own.random(), old.rand(), random.random(), numpy.random.rand()
+names = list(seen.take())
+assert names == ["random", "numpy.random", "numpy.random.default_rng()",
+    "random.Random()", "numpy.random.RandomState()"], names
+assert seen.take() == {}
+with seen.pause():  # while a loader yields
+    random.random(), mine.random(), numpy.random.default_rng(5).random()
+random.seed(3), numpy.random.seed(3)
+assert seen.take() == {}
+assert isinstance(mine, numpy.random.Generator)
+del mine
+seen.look()
+assert "numpy.random.default_rng()" not in seen.known
+"""
+IN_FLOAT64 = """
+from ddp_check.rank.float64 import cast_everything
+cast = cast_everything(torch.float64)
+model = nn.Linear(2, 2).half()
+x = torch.from_numpy(numpy.ones((3, 2), numpy.float32))
+torch.save({"x": torch.ones(2).numpy().astype("float32")}, "x.pt")
+with torch.autocast("cpu"):
+    y = model(x.float())
+made = torch.zeros(2, dtype=torch.bfloat16), torch.tensor(numpy.float32(1))
+for tensor in (x, y, *made):
+    assert tensor.dtype == torch.float64
+scaler = torch.amp.GradScaler("cpu")
+optimizer = torch.optim.SGD(model.parameters(), 1.0)
+scaler.scale(y.sum()).backward()
+before = model.bias.detach().clone()
+scaler.unscale_(optimizer), scaler.step(optimizer), scaler.update()
+assert torch.allclose(model.bias, before - 3)
+assert scaler.get_scale() == scaler.state_dict()["scale"] == 1
+"""
+IN_FLOAT32 = """
+from ddp_check.rank.float64 import cast_everything
+cast_everything(torch.float32)
+with torch.autocast("cpu", torch.bfloat16):
+    assert nn.Linear(2, 2).bfloat16()(torch.ones(1, 2)).dtype == torch.float32
+assert torch.ones(1).double().dtype == torch.float64
+"""
+GPUS = """
+from ddp_check.rank.gpus import CannotImitate, pretend_that_the_cpu_is_a_gpu
+pretend_that_the_cpu_is_a_gpu(2)
+x = torch.ones(4)
+assert x.cuda().is_cuda and x.to(1) is not None
+assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.is_bf16_supported()
+assert torch.cuda.get_device_properties(0).total_memory > 0
+assert torch.cuda.max_memory_allocated() == 0 and len(torch.cuda.mem_get_info()) == 2
+torch.cuda.reset_peak_memory_stats()
+torch.cuda.set_rng_state(torch.cuda.get_rng_state_all()[0])
+torch.cuda.manual_seed_all(0)
+torch.cuda.Event(enable_timing=True).record()
+torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+with torch.cuda.device(0), torch.device("cuda"):
+    torch.zeros(2)
+torch.Generator(device="cuda")
+torch.amp.GradScaler("cuda").scale(x.sum())
+with torch.cuda.amp.autocast():
+    torch.cuda.FloatTensor([1.0])
+torch.tensor([1], device=0)
+nn.Linear(2, 2, device="cuda")
+nn.utils.rnn.pack_sequence([x]).to("cuda")
+nn.DataParallel(nn.Linear(4, 1))(x)
+torch.cuda.nccl.version()
+torch.save(x, "x.pt")
+torch.load("x.pt", "cuda:1", weights_only=True)
+torch.set_default_device("cuda")
+torch.zeros(2)
+find = torch.cuda.get_device_properties
+for use in (torch.cuda.set_device, x.to, nn.Linear(2, 2).to, x.cuda, find):
+    try:
+        use("cuda:2")
+    except RuntimeError as error:
+        assert "invalid device ordinal" in str(error)
+    else:
+        raise AssertionError(use)
+try:
+    torch.cuda.CUDAGraph()
+except CannotImitate:
+    pass
+else:
+    raise AssertionError
+"""
+
+
+@processes
+@pytest.mark.parametrize("code", [GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS])
+def test_in_a_process_of_its_own(code, tmp_path):
+    words = [sys.executable, "-W", "ignore", "-c", ALONE.format(root=str(ROOT)) + code]
+    launch(*words, cwd=tmp_path).end()
