@@ -231,7 +231,7 @@ def train(args, device):
     val_samples = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, sampler=val_samples, **loading)
 
-    def validate():
+    def validate():  # all ranks call it
         with autocast:
             means = evaluate(model, score, val_loader, device)
         log(folder, step, means)

@@ -254,8 +254,8 @@ def find_changes():
         changed = text[:begin] + new + text[end:]
         if begin < text.index("# ---- THE RUN" if is_code else "# ---- MODEL"):
             continue
-        if not is_valid(changed):
-            continue
+        if kind in ("comparison", "operator", "name") and not is_valid(changed):
+            continue  # such as the "in" of a loop
         old = " ".join(text[begin:end].split())[:60]
         shown = "nothing" if new in ("", NO_ELEMENT, NO_ENTRY) else new.strip()
         before = text[:begin].rpartition("\n")[2]
