@@ -151,7 +151,9 @@ class Launch:
         traces = [trace.read_trace(self.log, rank) for rank in range(self.ranks)]
         seconds = time.monotonic() - self.began
         of_run = codes, hangs, stayed, said, stacks, self.folders, self.log
-        return Run(self.name, traces, *of_run, self.timeout, seconds)
+        run = Run(self.name, traces, *of_run, self.timeout, seconds)
+        run.raise_own_fault()
+        return run
 
     def progress(self):
         """It grows whenever a rank makes a step."""

@@ -25,9 +25,8 @@ class Run:
     hangs: bool = False
     stayed: list = dataclasses.field(default_factory=list)  # pids left after its end
     said: dict = dataclasses.field(default_factory=dict)  # {file: its text}
-    stacks: dict = dataclasses.field(
-        default_factory=dict
-    )  # {rank: frames, innermost 1st}
+    # {rank: (file, line, function) of its main thread, from inside out}, if it hangs
+    stacks: dict = dataclasses.field(default_factory=dict)
     folders: list = dataclasses.field(default_factory=list)  # of each machine
     log: Path = Path()
     timeout: float = 0

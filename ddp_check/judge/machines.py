@@ -1,7 +1,9 @@
 """Two machines with one rank each: two torchruns on this machine."""
 
+import contextlib
 import os
 
+from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
 
@@ -31,7 +33,8 @@ def check(launcher, report, run, answer):
         report.title("Two machines that share a folder")
         folder = run.log / "shared"
         launch = launcher.start("machines-shared", machines=2, folders=[folder] * 2)
-        shared = launch.end(timeout=20 + 5 * two.seconds)
+        with contextlib.suppress(TooSlow):
+            shared = launch.end(timeout=20 + 5 * two.seconds)
     found, trained = judge_start(run, shared)
     report.say(*found)
     if trained is None:

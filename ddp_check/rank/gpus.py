@@ -40,13 +40,11 @@ ANSWERS = [
     (True, "is_ can_"),
     (Counter(), "memory_stats host_memory_stats"),
     ([], "memory_snapshot"),
-    ("a pretended GPU uses no memory", "memory_summary"),
+    ("", "memory_summary get_gencode_flags"),
     ((60 * 2**30, 80 * 2**30), "mem_get_info get_memory_info"),
-    (None, "set_ reset_ empty_ init _lazy_init synchronize ipc_collect seed"),
-    (None, "_record_memory_history _dump_snapshot"),
-    (0, "memory_ max_memory_ get_sync_debug_mode range_ mark"),
+    (None, "set_ reset_ empty_ init _lazy_init synchronize ipc_collect seed _dump"),
+    (0, "memory_ max_memory_ get_sync_debug_mode range_ mark _record"),
     (["sm_80"], "get_arch_list"),
-    ("", "get_gencode_flags"),
     ("native", "get_allocator_backend"),
     ((2, 27, 5), "version"),
     (torch.device("cuda"), "current_accelerator"),
@@ -81,9 +79,6 @@ class Stream:
     def query(self):
         return True
 
-    def is_capturing(self):
-        return False
-
     def record_event(self, event=None):
         event = event or Event()
         event.record()
@@ -113,7 +108,7 @@ class Gpus:
 
     Stream = current_stream = default_stream = Stream
     Event = Event
-    stream = StreamContext = device_of = contextlib.nullcontext
+    stream = StreamContext = device_of = range = contextlib.nullcontext
 
     def __init__(self, count):
         self._count = count
@@ -410,13 +405,8 @@ def with_future(reduce, output, *args, **kwargs):
 def pretend_that_the_cpu_is_a_gpu(count):
     """To be called once, before the script runs. Returns what is known of the GPUs."""
     gpus = Gpus(count)
-    capability = torch.accelerator.get_device_capability
-    span = torch.cuda.nvtx.range
     for package in (torch.cuda, torch.cuda.nvtx, torch.accelerator):
         answer_for(package, gpus)
-    torch.cuda.nvtx.range = span
-    refuse = refusal("torch.accelerator.get_device_capability", capability)
-    torch.accelerator.get_device_capability = refuse
     torch.cuda.default_generators = (torch.default_generator,) * gpus.device_count()
     torch.version.cuda = torch.version.cuda or "12.8"
 

@@ -24,7 +24,7 @@ from torch.optim import optimizer as optim
 from ddp_check import trace
 from ddp_check.rank import weights as w
 from ddp_check.rank.draws import Draws
-from ddp_check.rank.generators import Generators
+from ddp_check.rank.generators import Generators, state_of
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.patch import wrap
 from ddp_check.rank.steps import Steps
@@ -199,16 +199,15 @@ class Watcher:
 
     def close(self):
         """At the end of the script."""
+        ran, every = self.lines.take() if self.lines else ([], [])
         with self.own_work():
-            self.steps.close(
-                self.notes, *(self.lines.take() if self.lines else ([], []))
-            )
+            self.steps.close(self.notes, ran, every)
 
     def forget(self):
         """Let go of what the script has made. Returns the groups of its DDP objects."""
         self.optimizers.clear()
         self.loaders.known.clear()
-        self.steps = None
+        self.steps.weights.named.clear()
         return self.groups
 
     # ---- What the script calls. The first argument is the original.
@@ -350,7 +349,8 @@ class Watcher:
         self.step.other_draws |= self.generators.take()
 
     def see_order(self, generator):
-        if generator is torch.default_generator and "seeded" not in self.marks:
+        own = state_of(generator) != state_of(torch.default_generator)
+        if not own and "seeded" not in self.marks:
             self.marks.add("unseeded")
 
     def see_collective(self, floats):

@@ -28,23 +28,18 @@ class Weights:
         self.shapes = shapes
         self.named = {}  # name: the weight
         self.name_of = {}  # id of the weight: name
-        self.places = set()  # (id of a module, path) whose weight has been seen
-        self.bits, self.values = (
-            {},
-            {},
-        )  # by name: checksums and values, at the last look
+        self.bits = {}  # name: checksum, at the last look
+        self.values = {}  # name: value, at the last look
         self.raw = 0  # weights that are in no module
 
     def see_module(self, module):
         """Returns the names of the weights that are new."""
-        new = []
-        for path, weight in module.named_parameters():
-            place = id(module), path
-            # FSDP2 puts other weights into their places while a module runs.
-            if id(weight) not in self.name_of and place not in self.places:
-                new.append(self.add(plain_name(path), weight))
-            self.places.add(place)
-        return new
+        weights = module.named_parameters()
+        new = [(path, w) for path, w in weights if id(w) not in self.name_of]
+        if new and any(hasattr(part, "unshard") for part in module.modules()):
+            # FSDP2 puts whole weights into the places of its own ones for a while.
+            new = [(path, w) for path, w in new if hasattr(w, "device_mesh")]
+        return [self.add(plain_name(path), weight) for path, weight in new]
 
     def see_optimizer(self, optimizer):
         new = []
@@ -66,12 +61,11 @@ class Weights:
 
     def name_in_reference(self, name, weight):
         """The first name there that is free, and that fits: model.0.bias for 0.bias."""
-        for longer in [name, *self.shapes]:
-            fits = longer == name or f".{longer}".endswith(f".{name}")
-            fits |= f".{name}".endswith(f".{longer}")
-            known = self.shapes.get(longer)
-            if fits and longer not in self.named and known == tuple(weight.shape):
-                return longer
+        for other in [name, *self.shapes]:
+            shorter, longer = sorted([f".{name}", f".{other}"], key=len)
+            fits = longer.endswith(shorter) and other not in self.named
+            if fits and self.shapes.get(other) == tuple(weight.shape):
+                return other
         return name
 
     def names(self, optimizer):
@@ -80,10 +74,9 @@ class Weights:
         return [[self.name_of[id(w)] for w in group["params"]] for group in groups]
 
     def gradients(self, names):
-        values = {name: self.named[name].grad for name in names}
-        return {
-            n: whole(value).clone() for n, value in values.items() if value is not None
-        }
+        weights = {name: self.named[name] for name in names}
+        known = {n: w.grad for n, w in weights.items() if w.grad is not None}
+        return {name: whole(gradient).clone() for name, gradient in known.items()}
 
     def look(self, names):
         """Returns the weights whose bits have changed since the last look.

@@ -38,8 +38,6 @@ def seeded(epoch):
 
 dist.init_process_group("gloo")
 rows = 32 // size
-wrapped = DistributedDataParallel(mlp(nn.Tanh(), nn.Dropout(0.2 * (case == "hand"))))
-optimizer = torch.optim.Adam(wrapped.parameters(), 0.01)
 options = {"sampler": sampler}
 if case in ("same", "everything"):  # it has no sampler
     torch.manual_seed(0 if case == "same" else rank)
@@ -61,6 +59,8 @@ if case == "views":  # of a tensor of 64 MB
     large = torch.randn(640, 12800)
     views = [large[i * 32 + rank * rows :][:rows, :8] for i in range(20)]
     loader = DataLoader(views, batch_size=None)
+wrapped = DistributedDataParallel(mlp(nn.Tanh(), nn.Dropout(0.2 * (case == "hand"))))
+optimizer = torch.optim.Adam(wrapped.parameters(), 0.01)
 if case == "rows":  # a pretrained model may be in eval() mode
     wrapped.eval()
 for epoch in range(2):

@@ -1,6 +1,7 @@
 # Sharded weights, and tensor parallelism.
 # case ci: fsdp2 | ok gradient
 # case: fsdp1 | note sharded
+# case: tensor | note tensor parallel
 # case: sequence | note tensor parallel
 from common import *
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,10 +23,12 @@ if case == "fsdp1":
 if case == "fsdp2":
     for module in (model[0], model[2], model):
         fully_shard(module)
+first, last = parallel.ColwiseParallel(), parallel.RowwiseParallel()
 if case == "sequence":
     first = parallel.ColwiseParallel(input_layouts=Shard(0))
     last = parallel.RowwiseParallel(output_layouts=Shard(0))
     torch.manual_seed(rank)
+if case in ("tensor", "sequence"):
     mesh = init_device_mesh("cpu", (size,))
     model = parallel.parallelize_module(model, mesh, {"0": first, "2": last})
 train(torch.optim.Adam(model.parameters(), 0.01), loss_of)

@@ -1,7 +1,7 @@
 # After three steps a second optimizer trains the layer that was frozen.
 # options: resume
-# case: {out} | ok moves steps=24; ok gradient steps=24; ok lost; ok rest; ok lost;
-#     ok rest
+# case: {out} | ok moves steps=24; ok gradient steps=24; LOSES lost done=12 lost=1;
+#     ok rest; ok lost done=12; ok rest
 from common import *
 
 dist.init_process_group("gloo")
