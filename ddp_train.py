@@ -1,4 +1,4 @@
-"""Data-parallel training in PyTorch, in one file. (Python >= 3.10, torch >= 2.9, numpy)
+"""Data-parallel training in PyTorch, in one file.
 
     python ddp_train.py                                     one process, CPU or GPU
     torchrun --standalone --nproc_per_node=4 ddp_train.py   four GPUs on one machine
@@ -11,18 +11,23 @@ DistributedDataParallel (DDP) averages the gradients over the ranks. So every op
 takes the same step, and the copies of the model stay equal. examples/idea.py does the
 same in 40 lines: read it first.
 
-The mark "DDP:" is where ranks communicate. All of them must get there, and in the same
-order, or the others wait: a run that hangs, hangs at one of these lines.
+The mark "DDP:" is where the ranks communicate. All of them must get there, and in the
+same order. If one does not, the others wait for it: look at these lines when a run
+hangs.
 
-One step trains on batch_size * accum * world size samples, the global batch. With the
-same global batch the training is the same on any number of ranks, up to rounding,
-except for dropout, random augmentation and batch norm.
+--batch_size is per rank. One step trains on batch_size * accum * world size samples,
+the global batch: on twice as many ranks, halve --batch_size. Then the training is the
+same on any number of ranks, up to rounding, except for dropout, random augmentation,
+batch norm and losses that compare samples with each other.
 
-The same command resumes; another --out starts a new run. Ctrl-C and SIGTERM save first.
-If one rank fails, all end: look for the first error, or at torchrun's "Root Cause".
+The same command resumes; another --out starts a new run. Ctrl-C and SIGTERM save first;
+torchrun then prints a traceback of its own. If one rank fails, all end: look for the
+first error, or at torchrun's "Root Cause".
 
-For a new project, replace the sections MODEL and DATA. For a script of your own, put
-this file beside it, `import ddp_train as ddp`, and use the PIECES. Two rules:
+It needs Linux, Python 3.10, torch 2.9 and numpy. For a new project, replace the
+sections MODEL and DATA, and name its options in the lists that are in capitals. For a
+script of your own, put this file beside it, `import ddp_train as ddp`, and use the
+PIECES. Two rules:
   1. Never call what "all ranks call" under `if rank == 0`: the others would wait. All
      ranks need the same number of steps, too.
   2. Whatever decides what happens next (a stop, a learning rate, a best score) must be
@@ -49,7 +54,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # if imported later, it keeps the group: exit may crash
+import torch.distributed.nn  # before there is a group, or exit may crash
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
@@ -106,11 +111,11 @@ def build_optimizer(model, args):
 
 
 def compute_loss(model, batch):
-    """The mean over the samples of a batch, because all batches count equally.
+    """The mean over the samples of a batch. model: in training, the DDP object.
 
-    With padding, do not return a mean over tokens: a rank with 10 of them would weigh
-    as much as one with 1,000 (examples/lengths.py shows what to do).
-    Every trained weight must contribute to it, or DDP fails in the second step.
+    All batches count equally. So with padding, do not return a mean over tokens: a rank
+    with 10 of them would weigh as much as one with 1,000 (see examples/lengths.py).
+    Every trained weight must contribute to the loss, or DDP fails in the second step.
     """
     x, y = batch
     logits = model(x)
@@ -118,10 +123,10 @@ def compute_loss(model, batch):
 
 
 def score(model, batch):
-    """Sums over the batch, not means, and "count", the number to divide them by.
+    """Sums over the batch, and "count": evaluate() divides by the sum of the counts.
 
-    All are single numbers. For errors per word, return errors and words, and divide
-    their two means; of a matrix, return each entry by its own name.
+    Each is a single number. For a ratio such as errors per word, return both sums, and
+    divide the results in validate(). Of a matrix, return each entry by its own name.
     """
     x, _ = batch
     return {"val_loss": compute_loss(model, batch) * len(x), "count": len(x)}
@@ -155,9 +160,10 @@ collate = torch.utils.data.default_collate
 
 
 # ---- THE RUN -------------------------------------------------------------------------
-MAY_DIFFER = ["out", "workers", "local_rank"]  # between ranks
-# If one of these changed, a checkpoint's weights, or its place in the data, would mean
-# something else. Other settings may change at a resume, and a line says so.
+# All settings must be the same on all ranks, but for these:
+MAY_DIFFER = ["out", "workers", "local_rank"]
+# A resume refuses if one of these has changed: the weights of the checkpoint, or its
+# place in the data, would mean something else. Of other changes it only prints a line.
 MUST_NOT_CHANGE = ["seed", "data", "optimizer", "layers", "heads", "dim", "seq_len"]
 
 
@@ -181,8 +187,8 @@ def train(args, device):
         sys.exit("build_model() returns a model in eval mode: call model.train()")
     optimizer = build_optimizer(model, args)
     optimizer.state_dict()  # some optimizers fail here: better now than at a save
-    # What is saved and resumed. If you add a torch scheduler, step it in place of
-    # set_learning_rate().
+    # What is saved and resumed. To use a torch scheduler, add it here, and step it in
+    # place of set_learning_rate().
     parts = {"model": model, "optimizer": optimizer}
     peaks = [group["lr"] for group in optimizer.param_groups]  # of the learning rates
     n = len(train_set)
@@ -212,11 +218,10 @@ def train(args, device):
     # ---- Distribute
     wrapped = model  # call it to train; its weights are those of model, not a copy
     if world_size > 1:
-        # DDP: send rank 0's weights to all. Train by wrapped(...): with model(...) or
-        # wrapped.module(...) no gradients are averaged. device_ids are not needed. Use
-        # find_unused_parameters=True if a step may leave out some weights, or if a
-        # resume must have the same bits on three ranks or more, and SyncBatchNorm for
-        # batch norm over all ranks (docs/your-script.md).
+        # DDP: send rank 0's weights to all. From here on, train with wrapped(...): with
+        # model(...) or wrapped.module(...) no gradients are averaged. If a step may
+        # leave out some weights, add find_unused_parameters=True. For batch norm over
+        # all ranks see docs/special-cases.md.
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compile:
         wrapped = torch.compile(wrapped)  # for training: evaluate() gets model
@@ -250,7 +255,7 @@ def train(args, device):
             if not results:
                 began = time.perf_counter()
             # For dropout: each rank draws its own. A checkpoint needs no random state,
-            # because a resumed run draws the same again.
+            # because a resumed run draws the same in this step.
             seed_all("step", args.seed, step, rank)
             progress = get_progress(args, step, epoch, done, n, global_batch)
             set_learning_rate(optimizer, peaks, progress, args.warmup)
@@ -264,7 +269,7 @@ def train(args, device):
             # A save before each evaluation, because that may take long, or fail.
             saving = saving or step % args.save_every == 0 or step % eval_every == 0
             if saving or step % args.log_every == 0:
-                check_together(results, model)  # NaN is neither saved nor logged
+                check_together(results, model)  # first, so that no NaN is saved
                 means = mean_over_ranks(results)
                 seconds = (time.perf_counter() - began) / len(results)
                 means["lr"] = float(optimizer.param_groups[0]["lr"])
@@ -308,7 +313,7 @@ def resume(path, parts, settings):
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     # The optimizer has loaded its old options, such as the weight decay. Put back those
-    # of this launch, all but the learning rate, which each step sets.
+    # of this launch, but keep the learning rate, which a scheduler goes on from.
     for group, now in zip(parts["optimizer"].param_groups, options):
         group.update(now, lr=group["lr"])
     return saved["step"], saved["epoch"], saved["done"]
@@ -322,12 +327,12 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
     loss_sum = 0.0
     for i in range(args.accum):
         batch = to_device(next(batches), device)
-        # Only the last backward() of the step averages the gradients.
-        averages = i == args.accum - 1 or dist.get_world_size() == 1
-        with contextlib.nullcontext() if averages else wrapped.no_sync():
-            # DDP: the call of wrapped sends rank 0's buffers, if any, and backward()
-            # averages the gradients. All ranks and batches have as many samples, so
-            # this is the mean over all samples of the step.
+        # Averaging once per step is enough: skip it in all backward() but the last.
+        skip = i < args.accum - 1 and dist.get_world_size() > 1
+        with wrapped.no_sync() if skip else contextlib.nullcontext():
+            # DDP: the call of wrapped sends rank 0's buffers, if there are any, and the
+            # last backward() averages the gradients. All batches on all ranks have as
+            # many samples, so this is the mean over all samples of the step.
             with autocast:
                 loss = compute_loss(wrapped, batch)
             (loss / args.accum).backward()
@@ -341,11 +346,11 @@ def train_step(wrapped, batches, optimizer, autocast, args, device):
 
 
 def get_progress(args, step, epoch, done, n, global_batch):
-    """The part of the run that is done halfway through the next step: from 0 to 1.
+    """How much of the run is done in the middle of the next step: from 0 to 1.
 
-    It counts samples, because a resume may change the global batch. If steps of 100 use
-    1,000 of 1,001 samples, the third step of the second epoch of three is at
-    (1 + 250 / 1000) / 3 = 0.417. With --max_steps it counts steps.
+    With --epochs it counts samples, because a resume may change the global batch. With
+    1,001 samples in steps of 100, the third step of the second epoch of three is at
+    (1 + 250 / 1000) / 3 = 0.417.
     """
     if args.max_steps:
         return (step + 0.5) / args.max_steps
@@ -402,10 +407,10 @@ def distributed(device="auto", timeout=600):
         raise
     finally:
         kill_workers()
-        if not failed:  # else destroying the group may wait for the other ranks
-            # Freeing a DDP object waits for gloo's threads while it holds Python's
-            # lock, which they need. Usually it is freed by now; if your script keeps
-            # it, delete it before this block ends (pytorch issue 56297).
+        if not failed:  # otherwise destroying the group may wait for the other ranks
+            # Freeing a DDP object while gloo's threads still run can hang: it waits for
+            # them, and they for Python's lock. Usually it is freed by now. If you keep
+            # one, delete it before this block ends (pytorch issue 56297).
             time.sleep(0.1)
             for number, handler in handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)
@@ -544,8 +549,8 @@ def kill_workers():
 def mean_over_ranks(results):
     """[{name: number or tensor}], one per step -> {name: mean over steps and ranks}.
 
-    All ranks call it, with the same names in each step. It waits for the GPU. Of one
-    number: mean_over_ranks([{"loss": loss}])["loss"].
+    All ranks call it, with the same names in each step. It waits for the GPU. For a
+    single number: mean_over_ranks([{"loss": loss}])["loss"].
     """
     names = list(results[0])
     check_alike({"the log": f"{len(results)} steps of {names}"})
@@ -690,14 +695,14 @@ def lock(folder):
 class StopSignal:
     """Tracks whether any rank has received a signal to stop. Workers must ignore it.
 
-    torchrun kills the ranks 30 s after a signal (--shutdown-timeout). SIGUSR1 and
-    SIGUSR2, as Slurm sends them to all processes, kill torchrun itself, unless it has
-    --signals-to-handle. Then the ranks notice that it is gone, and save, too.
+    torchrun kills the ranks 30 s after it gets a signal (--shutdown-timeout). It passes
+    on SIGUSR1 and SIGUSR2 only with --signals-to-handle. Without it they kill torchrun:
+    then the ranks notice that it is gone, save and stop.
     """
 
     def __init__(self):
         self.number = 0
-        self.torchrun = os.getppid()
+        self.parent = os.getppid()
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.receive)
@@ -712,7 +717,7 @@ class StopSignal:
 
     def requested(self):
         """The signal's number on any rank, or 0. All ranks call it after each step."""
-        if dist.is_torchelastic_launched() and os.getppid() != self.torchrun:
+        if dist.is_torchelastic_launched() and os.getppid() != self.parent:
             self.number = signal.SIGTERM  # torchrun was killed
         number = torch.tensor(int(self.number), device="cpu")
         # DDP: the largest number of any rank, so that all stop at the same step.
@@ -740,7 +745,7 @@ def parse_args(argv=None):
     add("--accum", type=int, default=1, help="batches per optimizer step")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=float, default=0.05, help="fraction of the run for warm-up")
-    add("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: any")
+    add("--grad_clip", type=float, default=1.0, help="gradient norm limit; 0: none")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     add("--compile", action="store_true", help="use torch.compile")
     add("--workers", type=int, default=0, help="loading processes per rank and loader")
