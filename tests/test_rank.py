@@ -338,11 +338,10 @@ assert names == ["random", "numpy.random", "numpy.random.default_rng()",
 assert seen.take() == {}
 with seen.pause():  # while a loader yields
     random.random(), mine.random(), numpy.random.default_rng(5).random()
-random.seed(3), numpy.random.seed(3)
 assert seen.take() == {}
 assert isinstance(mine, numpy.random.Generator)
 del mine
-seen.look()
+seen.take()
 assert "numpy.random.default_rng()" not in seen.known
 """
 IN_FLOAT64 = """

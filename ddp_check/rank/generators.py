@@ -57,7 +57,7 @@ def state_of(generator):
 class Generators:
     """Knows those of Python and numpy, also what default_rng() or Random() makes.
 
-    A generator has drawn if its state has changed since the last look().
+    A generator has drawn, or was seeded, if its state has changed.
     """
 
     def __init__(self):
@@ -66,18 +66,13 @@ class Generators:
         self.made = Counter()
         self.paused = False
         wrap(random.Random, "__init__", self.see_random)
-        for name in ("seed", "setstate"):
-            wrap(random, name, self.see_seed)
         if numpy:
             self.known["numpy.random"] = numpy.random.mtrand._rand
-            for name in ("seed", "set_state"):
-                wrap(numpy.random, name, self.see_seed)
             for name in ("Generator", "RandomState"):
                 of_numpy = getattr(numpy.random, name)
                 setattr(numpy.random, name, stand_in(of_numpy, self.make))
             wrap(numpy.random, "default_rng", self.make)
-        self.drawn = {}
-        self.forget()
+        self.take()
 
     def see_random(self, create, generator, *args, **kwargs):
         create(generator, *args, **kwargs)
@@ -100,46 +95,27 @@ class Generators:
                 self.known[unique] = generator
                 self.made[name] = number
 
-    def see_seed(self, seed, *args, **kwargs):
-        """A seed changes the state of the generator, but draws nothing."""
-        self.look()
-        seed(*args, **kwargs)
-        self.forget()
-
-    def look(self):
-        """Note which generators have drawn."""
-        if self.paused:
-            return
+    def take(self):
+        """What has drawn since the last time: {name: its state}."""
+        drawn = {}
         for name in list(self.known):
             state = state_of(self.known[name])
             if state != self.states.get(name):
-                self.states[name] = state
-                self.drawn[name] = state
+                self.states[name] = drawn[name] = state
             # Here, and as the argument of this call: the script has let go of it.
             if sys.getrefcount(self.known[name]) <= 2 and name not in GLOBAL:
                 del self.known[name]
-
-    def forget(self):
-        """What has been drawn up to here does not matter."""
-        for name, generator in self.known.items():
-            self.states[name] = state_of(generator)
-
-    def take(self):
-        """What has drawn since the last time: {name: its state}."""
-        self.look()
-        drawn, self.drawn = self.drawn, {}
         return drawn
 
     @contextlib.contextmanager
     def pause(self):
         """While a loader yields: the batch is recorded, so it does not matter."""
-        self.look()
         before, self.paused = self.paused, True
         try:
             yield
         finally:
             self.paused = before
-            self.forget()
+            self.take()
 
 
 GLOBAL = "random", "numpy.random"
