@@ -113,11 +113,9 @@ def where(rank, frames):
     """Where the main thread of a rank was at the timeout, in a line."""
     mine = [frame for frame in frames if not is_library(frame[0])]
     file, line, name = (mine or frames)[0]
-    call = ""
-    if mine[:1] != frames[:1]:
-        verb = "waits" if in_collective(frames) else "is"
-        call = f"{verb} in {frames[0][2]}(), "
-    return f"Rank {rank} {call}at {file}, line {line}, in {name}"
+    verb = "waits" if in_collective(frames) else "is"
+    call = f" in {frames[0][2]}()," if is_library(frames[0][0]) else ""
+    return f"Rank {rank} {verb}{call} at {file}, line {line}, in {name}"
 
 
 def traceback_of(text):
