@@ -114,7 +114,8 @@ def where(rank, frames):
     mine = [frame for frame in frames if not is_library(frame[0])]
     file, line, name = (mine or frames)[0]
     verb = "waits" if in_collective(frames) else "is"
-    return f"Rank {rank} {verb} in {frames[0][2]}(): {file}, line {line}, in {name}"
+    call = f" in {frames[0][2]}()," if is_library(frames[0][0]) else ""
+    return f"Rank {rank} {verb}{call} at {file}, line {line}, in {name}"
 
 
 def traceback_of(text):

@@ -231,8 +231,8 @@ help: Is everything loaded on all ranks, before DDP is made? Is it saved in half
 [all lost] resume
 bad: it starts over: all {lost} steps are lost
 [lost] resume
-ok: it continues after step {done} ({lost} steps lost)
-bad: it continues after step {done}: {lost} steps are lost
+ok: it continues after step {done} (steps lost: {lost})
+bad: it continues after step {done}, and steps are lost: {lost}
 help: It does not save when it gets SIGTERM.
 [other samples] resume
 bad: launched again, it trains on other samples than were left

@@ -10,6 +10,7 @@ What ddp_check says in words is no matter here. The tests read what --json write
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shlex
 import shutil
@@ -156,7 +157,10 @@ def fits(value, wanted):
     low, is_range, high = wanted.partition("..")
     if is_range:
         return float(low or 0) <= float(value) <= float(high)
-    return wanted in (str(value), str(value).removesuffix(".0"))
+    try:
+        return math.isclose(float(value), float(wanted))
+    except (TypeError, ValueError):
+        return str(value) == wanted
 
 
 def test_each_row_is_said_by_some_case():

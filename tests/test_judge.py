@@ -675,7 +675,8 @@ def test_a_hang_says_where_the_ranks_wait():
     run = run_of(ranks_of(), codes=[None], hangs=True, stacks={1: frames}, timeout=60)
     words = run.words()
     assert words["error"] == "it does not end within 60 s"
-    assert "Rank 1 waits in all_reduce(): mine.py, line 27, in <module>" in words["why"]
+    where = "Rank 1 waits in all_reduce(), at mine.py, line 27, in <module>"
+    assert where in words["why"]
 
 
 def test_an_error_of_the_check_is_not_blamed_on_the_script():

@@ -244,7 +244,7 @@ def judge_lines(run, name):
         return []
     text = ", ".join(texts[:8])
     if len(texts) > 8:
-        text += f", and {len(texts) - 8} more places"
+        text += f", and {len(texts) - 8} more"
     return [line("note", "lines", lines=text, name=name)]
 
 
@@ -304,7 +304,8 @@ def judge_gradients(verdict, run):
     if verdict.wrong:
         different = verdict.different
         values |= {"off": different.distance, "first": verdict.first}
-        values |= {"scale": str(different), "factor": different.factor}
+        factor = different.factor and round(different.factor, 6)
+        values |= {"scale": str(different), "factor": factor}
         values |= {"weights": different.names}
         buffers = differing_buffers(run)
         if buffers and not compare.is_multiple(different, 1e-5):

@@ -30,7 +30,7 @@ from ddp_check.rank.patch import private
 from ddp_check.rank.tensors import content
 
 OF_RANK_0 = "start", "after", "final", "gradient", "unclipped"
-MOST_BYTES = 2**30  # that a rank records
+MOST_BYTES = 3 * 2**30  # that a rank records
 SIZES = struct.Struct("<qq")  # of the kind with its key, and of the value
 
 

@@ -115,6 +115,8 @@ class Watcher:
     # ---- Steps
     def begin(self, module=None):
         self.evaluated = None
+        if self.steps.writer is None:  # in a process that was forked
+            return
         with self.own_work():
             begins = self.steps.begin(self.notes)
         if begins:

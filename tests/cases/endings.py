@@ -14,7 +14,7 @@
 # case: left | WRONG left; ok gradient
 # case: thread | ok gradient
 # case: swallow-hang | ok gradient; WRONG failure | failure --timeout 20
-# case ci: swallow | ok gradient; WRONG failure what="the exit code is 0" | failure
+# case: swallow | ok gradient; WRONG failure what="the exit code is 0" | failure
 # case: needs-two | note not replayed ranks=2;
 #     note one process error="AssertionError: alone" | alone
 # case: idle | note not replayed ranks=2; note no step what="one process alone" | alone

@@ -7,11 +7,11 @@
 # case: batch | ok gradient; note machine batch one=32 two=64
 #     | machines
 # case: zero | WRONG same gpu; ok gradient
-# case ci: scaler | ok gradient; note global batch one=16 two=32
+# case: scaler | ok gradient; note global batch one=16 two=32
 #     | alone
 # case: buffers | WRONG fails
 # case: sync | ok gradient
-# case ci: shares | ok gradient
+# case: shares | ok gradient
 # case: sums | WRONG gradient first=0 factor=2
 # case: parallel | ok gradient; ok global batch; ok alone weights
 #     | alone

@@ -31,8 +31,9 @@ if case == "fabric":
     fabric.seed_everything(0)
     model = mlp()
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), 0.01))
+    loader = fabric.setup_dataloaders(loader)
     for epoch in range(2):
-        for x, y in fabric.setup_dataloaders(loader):
+        for x, y in loader:
             optimizer.zero_grad()
             fabric.backward(mse(model(x), y))
             optimizer.step()

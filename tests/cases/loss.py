@@ -6,10 +6,10 @@
 # case ci: uneven | note order; note uneven rows="16 and 15"; note not replayed
 # case: uneven softmax | note order; WRONG gradient
 # case: not-called | WRONG not called
-# case ci: flag | no ok alone; WRONG weights first=0; note left out
+# case: flag | no ok alone; WRONG not called
 # case: alone | WRONG alone
 # case: zero | WRONG moves steps=20
-# case ci: infinite | WRONG finite
+# case: infinite | WRONG finite
 # case: changed | WRONG weights first=10; note left out
 # case: schedule | ok gradient; WRONG rates first=10 | alone
 from common import *

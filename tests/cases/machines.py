@@ -8,7 +8,7 @@
 # case: address | note address address=tcp://127.0.0.1:23456; ok gradient;
 #     WRONG machines start
 #     error="RuntimeError: each machine has its own tcp://127.0.0.1:23456"
-# case ci: seed | ok gradient; WRONG machines
+# case: seed | ok gradient; WRONG machines
 # case: sampler | ok gradient; WRONG machines
 import glob
 

@@ -5,7 +5,7 @@
 #     | --skip ranks,failure
 # case: scripted rank | ok gradient; ok masks
 # case: checkpoint rank | ok gradient; ok masks
-# case ci: mixup rank | ok gradient; ok masks
+# case: mixup rank | ok gradient; ok masks
 # case: diffusion rank | ok gradient; ok masks
 # case: shape one | ok gradient; note masks names="torch.randn_like()"
 # case: default_rng one | note not replayed

@@ -1,5 +1,5 @@
 # Random numbers in the data set, and in the step.
-# case ci: torch | ok gradient; ok masks; note batch norm;
+# case: torch | ok gradient; ok masks; note batch norm;
 #     note global batch one=16 two=32 how=grows | alone
 # case: torch softmax | WRONG gradient first=0 off=0.01..1; note batch norm
 # case: numpy | ok gradient; ok masks; note batch norm

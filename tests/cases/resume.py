@@ -10,7 +10,7 @@
 # case: fails | ok gradient; WRONG again error="KeyError: 'worst'"; note left out
 # case: refuses | ok gradient; LOSES again; LOSES again
 # case: half | ok gradient; WRONG begin; note left out
-# case ci: strict | ok gradient; WRONG no rest made=13 left=20; note left out
+# case: strict | ok gradient; WRONG no rest made=13 left=20; note left out
 # case: assign | ok gradient; WRONG no rest made=13 left=20; note left out
 # case: rank-0 | WRONG weights first=0; note left out; note left out; note left out;
 #     no ok rest
@@ -26,7 +26,7 @@
 # case: fifth | ok gradient; LOSES lost done=5 lost=2; ok rest;
 #     ok lost done=15 lost=1; ok rest
 # case: ignored | ok gradient; LOSES signal
-# case ci: open | note outside; note not replayed
+# case: open | note outside; note not replayed
 from common import *
 
 

@@ -7,7 +7,7 @@
 # case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
 # case ci: hand | ok gradient; ok masks
 # case: stream | note order; ok gradient
-# case ci: agent | ok gradient
+# case: agent | ok gradient
 # case: rows | note no samples; note not replayed
 # case: rebatch | note not replayed
 # case: views | ok gradient steps=10 | quick --steps 10
