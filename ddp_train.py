@@ -107,6 +107,7 @@ def build_model(args):
 
 
 def build_optimizer(model, args):
+    """If it keeps state in its groups, as Prodigy does, see the end of resume()."""
     return torch.optim.AdamW(model.parameters(), args.lr, fused=True)
 
 
@@ -313,7 +314,8 @@ def resume(path, parts, settings):
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     # The optimizer has loaded its old options, such as the weight decay. Put back those
-    # of this launch, but keep the learning rate, which a scheduler goes on from.
+    # of this launch, but keep the learning rate: a scheduler goes on from it. If your
+    # optimizer counts in its groups, as Prodigy does, delete this loop.
     for group, now in zip(parts["optimizer"].param_groups, options):
         group.update(now, lr=group["lr"])
     return saved["step"], saved["epoch"], saved["done"]

@@ -115,8 +115,8 @@ MISTAKES = {
     'os.environ.get("LOCAL_RANK", 0)': 'os.environ.get("RANK", 0)',
     "suppress(OSError)": "suppress(BrokenPipeError)",
     'getattr(type(batch), "to"': 'getattr(batch, "to"',
-    "or dist.get_world_size() == 1\n": (
-        "or not isinstance(wrapped, DistributedDataParallel)\n"
+    "and dist.get_world_size() > 1\n": (
+        "and isinstance(wrapped, DistributedDataParallel)\n"
     ),
 }
 SURVIVED = "SURVIVED"
