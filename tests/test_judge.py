@@ -146,7 +146,7 @@ OTHER = [100, 101, 102]
 EXCUSED = [
     ({}, {"problems": ["a batch"]}, "cannot get what the ranks had: a batch."),
     ({"other_draws": STATE}, {"other_draws": {}}, "random.Random draws in the"),
-    ({"marks": ["hook"]}, {}, "A communication hook"),
+    ({"marks": ["hook"]}, {}, "A communication hook"),  # such as PowerSGD's
     ({"backwards": 2}, {"backwards": 1}, "calls backward() 2 times, one process 1"),
     ({}, {"marks": ["alone"], "inputs": OTHER}, "Rank 0 reads for all ranks"),
     ({}, {"padded": True}, "the value to pad with is a guess"),
@@ -181,7 +181,19 @@ def test_no_excuse_explains_a_gradient_that_is_twice_as_large():
     twice = {"gradients": table(2)}
     for ranks, one, _ in EXCUSED[:2] + EXCUSED[4:7]:
         assert verdict_of(ranks, one | twice).wrong
-    assert not verdict_of({"marks": ["hook"]}, twice).wrong
+    assert verdict_of({"marks": ["hook"]}, twice).wrong
+    # One weight may be a single number, and any other one is some times as large.
+    for more in ({"problems": ["a batch"]}, {"padded": True}):
+        one = {"gradients": {"first": compared([0.8], [1.0])}} | more
+        assert not verdict_of(one=one).wrong
+
+
+def test_one_process_that_trains_other_weights_is_not_right():
+    """Even if those that both train have the same gradient."""
+    only = {"trained": ["first"], "gradients": table(names=["first"])}
+    assert "other weights" in verdict_of(one=only).reason
+    renamed = {"trained": ["part.first"], "gradients": {}}
+    assert "other weights" in verdict_of(one=renamed).reason
 
 
 def test_without_a_loader_the_rows_must_be_the_same():
@@ -195,12 +207,12 @@ def test_in_turn_one_process_makes_more_micro_steps():
     assert "micro-steps" in verdict_of(one=other, order="in turn").reason
 
 
-def uneven(gradients, every=1, count=20):
+def uneven(gradients, every=1, count=20, rows=(16, 15)):
     recorded = ranks_of(count)
     for number in range(0, count, every):
-        recorded[0][number].inputs = [(number, i) for i in range(16)]
-        recorded[1][number].inputs = [(number, i) for i in range(16, 31)]
-        recorded[0][number].parts = recorded[1][number].parts = []
+        for rank, of_rank in enumerate(recorded):
+            of_rank[number].inputs = [(number, rank, i) for i in range(rows[rank])]
+            of_rank[number].parts = []
     replayed = replay_of(recorded)
     for number in range(0, count, every):
         replayed[number].gradients = gradients
@@ -215,8 +227,14 @@ def test_uneven_rows():
     softmax = compare.summarize(uneven(table(noise=0.5)))
     assert softmax.first == 0
     assert compare.summarize(uneven(table(0.5))).different.factor == 0.5  # a sum
-    last = compare.summarize(uneven(table(noise=0.5), every=10))
+    last = compare.summarize(uneven(table(noise=0.05), every=10))
     assert last.right and last.same == 18 and last.uneven
+    far = compare.summarize(uneven(table(noise=0.5), every=19))
+    assert far.wrong and far.same == 18  # also if all other steps are the same
+    # A rank without samples: the mean of the ranks is half of the right gradient.
+    empty = compare.summarize(uneven(table(0.5), every=19, rows=(4, 0)))
+    assert empty.right and empty.uneven[:2] == (0, [4, 0])
+    assert compare.summarize(uneven(table(2), every=19, rows=(4, 0))).wrong
 
 
 def test_odd_traces():
