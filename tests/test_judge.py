@@ -406,9 +406,9 @@ def test_data_of_each_rank():
 
 
 # ---- One process alone ---------------------------------------------------------------
-def alone_with(more, right=True, wrong=False, order="rank by rank"):
+def alone_with(more, right=True, wrong=False, order="rank by rank", two=None):
     """What is said of one process with the rows of both ranks and these fields."""
-    two = run_of(ranks_of())
+    two = two or run_of(ranks_of())
     steps = replay_of(two.steps, **{"weights": table(), **more})
     for s, theirs in zip(steps, zip(*two.steps)):
         rows = sum([other.inputs for other in theirs], [])
@@ -428,6 +428,13 @@ def test_one_process_alone():
     assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
     assert alone_with(off | {"norms": True}, right=False) == batch
     assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
+    # Excuses are those of the replay.
+    noise = {"weights": table(1.2), "gradients": table(noise=0.2)}
+    assert alone_with(noise) == [*batch, "WRONG alone weights"]
+    two = run_of(ranks_of())
+    two.steps[1][0].inputs = two.steps[1][0].inputs[:2]  # uneven rows
+    assert alone_with(noise, two=two) == batch
+    assert alone_with({"weights": {}}) == batch  # nothing was compared
 
 
 # ---- Stop and resume -----------------------------------------------------------------
@@ -448,6 +455,15 @@ def resumed(done=5, made=6, weights=1.0, cut=0, change=None, two=None):
 
 def lose_weights(again, stopped):
     again.steps[0][0].place = again.steps[1][0].place = -1
+
+
+def compare_one_step(again, stopped):
+    """The recording was cut after it."""
+    for steps in again.steps:
+        for s in steps:
+            s.bits = {"last": -1}
+        for s in steps[1:]:
+            s.weights = {}
 
 
 def lose_rank_1(again, stopped):
@@ -502,6 +518,7 @@ RESUMES = [
     ({"change": change_rank_1}, ["LOSES lost", "WRONG rest"]),
     ({"change": lose_weights}, ["WRONG begin"]),
     ({"change": lose_rank_1}, ["WRONG begin"]),
+    ({"change": compare_one_step}, ["LOSES lost", "note left out"]),
     ({"change": lose_steps}, ["LOSES lost", "WRONG no rest"]),
     # strict=False and keys that begin with "module.": 29 steps, and 40 were left
     ({"done": 0, "change": lose_steps}, ["WRONG no rest"]),
@@ -523,6 +540,12 @@ def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
     assert lines(resumed(two=two)) == ["note left out"]
+
+
+def test_a_relaunch_behind_the_end_of_the_recording_is_left_out():
+    two = run_of(ranks_of(marks=["cut"]))
+    assert lines(resumed(two=two, change=lose_weights)) == ["note left out"]
+    assert lines(resumed(two=two)) == ["LOSES lost", "ok rest"]
 
 
 def test_files_that_both_runs_saved(tmp_path):

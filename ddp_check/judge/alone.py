@@ -60,13 +60,13 @@ def judge_alone(run, answer, limit):
     if not answer.comparable or answer.replayed.verdict.wrong:
         return found
     steps = run.steps[0]
-    if not any(step.weights for step in steps):
+    if not compare.covers(steps):
         return found
     far, where = compare.drift(steps, limit)
     if where is None:
         return [*found, line("ok", "alone weights", off=far)]
     # The same rows, and nothing random: then the first gradient must be the same.
-    if any(step.draws or step.norms or step.other_draws for step in steps):
+    if any(step.draws or step.norms for step in steps):
         return found
     rows = one.of(0, "rows")[0]
     if not rows or Counter(rows) != Counter(two.of_all("rows")[0]):
@@ -74,8 +74,10 @@ def judge_alone(run, answer, limit):
     if not answer.right or answer.replayed.order == "in turn":
         # In turn, it has had the batches of the ranks. Alone, it makes others.
         return [*found, line("note", "alone differs", off=far, first=where)]
-    off = compare.distance(steps[0].gradients)
-    return found + [line("WRONG", "alone weights", off=off)] * (off > limit)
+    (first,) = compare.compare([of_rank[:1] for of_rank in two.run.steps], steps, limit)
+    if isinstance(first, compare.Different):
+        found.append(line("WRONG", "alone weights", off=first.distance))
+    return found
 
 
 def other_rate(one, two):

@@ -34,7 +34,7 @@ def disturb(launcher, report, parts, answer, options):
                 pause = min(5, 10 / (count - at))
                 more = {"action": action, "at": at, "pause": pause}
                 launches[action] = launcher.start(action, **more)
-    if "failure" in parts:
+    if "failure" in parts and count > 1:  # it fails before its second step, or later
         at = min(count // 2 + 1, count - 1)
         launches["fail"] = launcher.start("fail", action="fail", at=at)
     if "machines" in parts:
@@ -108,6 +108,8 @@ def judge_resume(two, run, again, cut):
     # Where the weights were the same: the rank has looked for it.
     done = again.steps[0][0].place
     if done < 0 or any(steps[0].place != done for steps in again.steps):
+        if "cut" in two.marks():  # only recorded weights are looked for
+            return [line("note", "left out", what="how it continues")]
         return [line("WRONG", "begin")]
     left, count = len(expected) - done, len(again.steps[0])
     lost = len(made) - done
@@ -151,6 +153,8 @@ def judge_rest(two, again, done):
         found = [line("note", "other noise", who=names, same=text, then=then)]
         if first is not None and inputs:
             return found
+    if first is None and not all(same) and not all(map(compare.covers, steps)):
+        return [*found, line("note", "left out", what="how it continues")]
     values = {"off": far, "first": first, "rates": other_rates(rest[0], steps[0])}
     values["apart"] = "the same bits" if all(same) else f"{far:.0e} apart"
     return [*found, judge(first is None, "rest", **values)]
