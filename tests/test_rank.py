@@ -415,8 +415,42 @@ else:
 """
 
 
+RANKS = """
+import os
+import torch.distributed as dist
+from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
+child = os.fork()
+rank = int(child == 0)
+pretend_that_the_cpu_is_a_gpu(2)
+dist.init_process_group("nccl", "file://" + os.path.abspath("x"), None, 2, rank)
+{}
+dist.destroy_process_group()
+assert rank or os.waitpid(child, 0)[1] == 0
+"""
+SYNC_NORM = """
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+parts = [torch.randn(3, 4, 5, 6), torch.randn(2, 4, 7, 3)]
+values = [part.transpose(0, 1).flatten(1) for part in parts]
+rows = torch.cat(values, 1).t().requires_grad_()
+expected = nn.BatchNorm1d(4)(rows).relu()
+(expected ** 2).sum().backward()
+first = len(values[0].t())
+mine = slice(first, None) if rank else slice(first)
+x = parts[rank].requires_grad_()
+norm = nn.SyncBatchNorm(4)
+y = nn.ReLU(inplace=True)(norm(x))
+(y ** 2).sum().backward()
+for tensor, all_rows in ((y, expected), (x.grad, rows.grad)):
+    assert torch.allclose(tensor.transpose(0, 1).flatten(1).t(), all_rows[mine])
+"""
+
+
 @processes
-@pytest.mark.parametrize("code", [GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS])
+@pytest.mark.parametrize(
+    "code",
+    [GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, RANKS.format(SYNC_NORM)],
+)
 def test_in_a_process_of_its_own(code, tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", ALONE.format(root=str(ROOT)) + code]
     launch(*words, cwd=tmp_path).end()

@@ -332,9 +332,18 @@ def normalize_over_all_ranks(forward, norm, x):
     if ranks > 1:
         from torch.distributed.nn.functional import all_gather  # gradients pass it
 
-        rows = torch.cat(all_gather(x.contiguous(), group))
+        # Ranks may have images of other sizes: each value of a channel is a row.
+        channels = x.transpose(0, 1)
+        rows = channels.flatten(1).t()
+        counts = [None] * ranks
+        dist.all_gather_object(counts, len(rows), group=group)
+        rows = nn.functional.pad(rows, (0, 0, 0, max(counts) - len(rows)))
+        gathered = zip(all_gather(rows.contiguous(), group), counts)
+        rows = torch.cat([part[:count] for part, count in gathered])
         rows = nn.modules.batchnorm._BatchNorm.forward(norm, rows)
-        return rows.chunk(ranks)[dist.get_rank(group)]
+        rank = dist.get_rank(group)
+        mine = rows.narrow(0, sum(counts[:rank]), counts[rank])
+        return mine.t().reshape(channels.shape).transpose(0, 1).contiguous()
     return nn.modules.batchnorm._BatchNorm.forward(norm, x)
 
 
