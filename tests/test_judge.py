@@ -7,6 +7,8 @@ in cases/ (see test_check.py).
 import ast
 import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ddp_check import rows, trace
 from ddp_check.judge import alone, compare, first, machines, printed, resume
 from ddp_check.judge.compare import Different, Excused, Same
 from ddp_check.judge.samples import Samples, judge_samples
+from ddp_check.launch import TooSlow, processes_of
 from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback
 from ddp_check.trace import Comparison, Draw, End, Fetch, RankTrace, Start, Step
 
@@ -573,6 +576,46 @@ def test_a_failure():
     assert resume.judge_failure(stuck).values["what"] == "the ranks do not end"
 
 
+class Launches:
+    """A launcher: each launch is of two ranks that end well, or too slow."""
+
+    def __init__(self, slow=()):
+        self.slow, self.started = slow, []
+
+    def start(self, name, *more, **options):
+        self.started.append(name)
+        launch = Launches(self.slow)
+        launch.name = name
+        return launch
+
+    def end(self):
+        if self.name in self.slow:
+            raise TooSlow(60)
+        return run_of([[], []])
+
+
+def disturbed(launcher, two, parts):
+    report = command.Report("mine.py")
+    answer = first.First(two, Samples(two))
+    try:
+        resume.disturb(launcher, report, parts, answer, None)
+    except TooSlow:
+        report.say(rows.line("note", "slow", timeout="60"))
+    return lines(report.findings)
+
+
+def test_a_launch_that_is_too_slow_leaves_the_others():
+    two, parts = run_of(ranks_of()), ["resume", "failure"]
+    slow = Launches(["stop", "kill"])
+    assert disturbed(slow, two, parts) == ["WRONG failure", "note slow"]
+
+
+def test_one_step_is_too_few_to_fail_in():
+    launcher = Launches()
+    assert disturbed(launcher, run_of(ranks_of(1)), ["failure"]) == []
+    assert launcher.started == []
+
+
 # ---- Two machines --------------------------------------------------------------------
 def test_two_machines():
     right = run_of(ranks_of())
@@ -731,6 +774,24 @@ def test_an_error_of_the_check_is_not_blamed_on_the_script():
     Run(
         said={"errors": f"{text}    y\nCannotImitate: y\n"}, codes=[1]
     ).raise_own_fault()
+
+
+def test_a_wrong_call_that_the_check_passes_on_is_the_scripts_fault():
+    """Such as t[7], or from_numpy() of a list: torch's C++ code has no frame."""
+    for code in ("return function(*args, **kwargs)", "tensor = make(*args)"):
+        text = "Traceback (most recent call last):\n"
+        text += f'  File "{PACKAGE}/rank/float64.py", line 1, in call\n    {code}\n'
+        run = Run(said={"errors": f"{text}IndexError: out of range\n"}, codes=[1])
+        run.raise_own_fault()
+
+
+def test_a_process_whose_output_is_closed_is_found(tmp_path):
+    environment = {**os.environ, "CHECK_LOG": f"{tmp_path}/1"}
+    more = {"env": environment, "preexec_fn": lambda: os.close(1)}
+    with subprocess.Popen(["sleep", "60"], **more) as process:
+        found = processes_of(tmp_path)
+        process.kill()
+    assert found == [process.pid]
 
 
 def test_rooms():

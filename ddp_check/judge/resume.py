@@ -10,6 +10,7 @@ from ddp_check.judge import compare, machines
 from ddp_check.judge.first import reference
 from ddp_check.judge.printed import judge_printed_again
 from ddp_check.judge.samples import Samples
+from ddp_check.launch import TooSlow
 from ddp_check.rows import judge, line
 
 SAME_WEIGHTS = 1e-6  # of a relaunch, relative to how far they have come
@@ -41,7 +42,8 @@ def disturb(launcher, report, parts, answer, options):
         launches["machines"] = machines.start(launcher, answer)
     if launches:
         report.title("Two ranks, disturbed, and on two machines")
-    runs = {name: launch.end() for name, launch in launches.items()}
+    slow = []
+    runs = end_all(launches, slow)
     resumes = [action for action in places if action in runs]
     again = {}
     for action in resumes:
@@ -49,10 +51,10 @@ def disturb(launcher, report, parts, answer, options):
         again[action] = launcher.start(f"{action}-again", **more)
     if again:
         report.title("Launched again")
-    again = {action: launch.end() for action, launch in again.items()}
+    again = end_all(again, slow)
     names = {"stop": "Stopped by SIGTERM", "kill": "One rank killed by SIGKILL"}
     wrong = False
-    for action in resumes:
+    for action in again:
         report.title(f"{names[action]}, and launched again")
         if wrong:
             found = [line("note", "left out", what="how it continues after a kill")]
@@ -70,6 +72,19 @@ def disturb(launcher, report, parts, answer, options):
     if "machines" in runs:
         report.title("Two machines with one rank each (two torchruns on this one)")
         machines.check(launcher, report, runs["machines"], answer)
+    if slow:
+        raise slow[0]
+
+
+def end_all(launches, slow):
+    """{name: its Run}, without those that are too slow. The others are judged first."""
+    runs = {}
+    for name, launch in launches.items():
+        try:
+            runs[name] = launch.end()
+        except TooSlow as error:
+            slow.append(error)
+    return runs
 
 
 def judge_failure(run):
