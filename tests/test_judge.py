@@ -312,10 +312,17 @@ def test_lines_on_two_ranks(fields, expected):
 
 def test_weights_that_differ():
     run = run_of(ranks_of())
-    run.steps[1][7].bits["last"] = -1
+    for s in run.steps[1][7:]:
+        s.bits["last"] = -1
     found, goes_on, same = first.judge_run(run)
     assert lines(found)[-1] == "WRONG weights" and found[-1].values == {"first": 7}
     assert goes_on and not same
+    # Local SGD: they are averaged in step 9.
+    for n in (9, 13):
+        run.steps[1][n].bits = run.steps[0][n].bits
+    found, goes_on, same = first.judge_run(run)
+    assert lines(found) == [*RIGHT[:4], "note weights meet"] and not same
+    assert found[-1].values == {"first": 7, "again": 9}
     run = run_of(ranks_of(**FLAG))
     run.steps[1][7].bits["last"] = -1
     assert lines(first.judge_run(run)[0]) == ["WRONG not called"]
@@ -487,6 +494,19 @@ def other_epoch(again, stopped):
         steps[2].fetched = steps[1].fetched
 
 
+def skip_a_batch(again, stopped):
+    """A script without a DataLoader begins one batch too late."""
+    for steps in again.steps:
+        for s in steps:
+            s.inputs = [row + 4 for row in s.inputs]
+            s.weights = table(1.1)
+
+
+def skip_and_draw(again, stopped):
+    skip_a_batch(again, stopped)
+    other_draws(again, stopped)
+
+
 def other_draws(again, stopped):
     for s in again.steps[1]:
         s.draws = [Draw("bernoulli_", [4], 1, 1)]
@@ -543,6 +563,15 @@ def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
     assert lines(resumed(two=two)) == ["note left out"]
+
+
+def test_without_a_loader_the_inputs_are_the_samples():
+    def found(change, **more):
+        return lines(resumed(two=run_of(ranks_of(fetched=[])), change=change, **more))
+
+    assert found(skip_a_batch) == ["LOSES lost", "WRONG other samples"]
+    assert found(skip_and_draw) == ["LOSES lost", "note other noise"]
+    assert found(None, weights=1.1) == ["LOSES lost", "WRONG rest"]
 
 
 def test_a_relaunch_behind_the_end_of_the_recording_is_left_out():

@@ -155,10 +155,15 @@ def judge_rest(two, again, done):
     first = min((where for _, where in drifts if where is not None), default=None)
     same = [[s.bits for s in a] == [s.bits for s in b] for a, b in zip(steps, rest)]
     who = [r for r, of_rank in enumerate(steps) if noises(rest[r], of_rank, str.__ne__)]
-    pairs = [pair for a, b in zip(rest, steps) for pair in zip(a, b)]
-    inputs = any(a.inputs != b.inputs for a, b in pairs)
+    pairs = [pair for a, b in zip(rest, steps) for pair in enumerate(zip(a, b))]
+    inputs = [number for number, (a, b) in pairs if a.inputs != b.inputs]
+    # A loader's workers may draw, too.
+    both = [s for _, pair in pairs for s in pair]
+    drawn = any(s.draws or s.other_draws or s.fetched for s in both)
+    if inputs and first is not None and not drawn and min(inputs) <= first:
+        return [line("WRONG", "other samples", first=min(inputs))]
     found = []
-    if who or (inputs and first is not None):
+    if who or (inputs and first is not None and drawn):
         names = " and ".join(f"rank {rank}" for rank in who or range(two.ranks))
         alike = noises(*steps[:2], str.__eq__) and not noises(*rest[:2], str.__eq__)
         then = "The rest was compared with the old ones." if first is None else ""
