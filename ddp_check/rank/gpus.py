@@ -325,6 +325,13 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
+    """NCCL looks only at the number of values, gloo at the shapes, too."""
+    fits = [one.numel() == tensor.numel() for one in tensor_list]
+    same = [one.view(tensor.shape) if f else one for one, f in zip(tensor_list, fits)]
+    return gather(same, tensor, *args, **kwargs)
+
+
 def normalize_over_all_ranks(forward, norm, x):
     """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
     group = norm.process_group or dist.group.WORLD
@@ -448,6 +455,7 @@ def pretend_that_the_cpu_is_a_gpu(count):
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
         if hasattr(dist, name):  # the second one since torch 2.13
             wrap(dist, name, with_future)
+    wrap(dist, "all_gather", gather_any_shape)
     wrap(nn.DataParallel, "__init__", gpus._data_parallel)
     wrap(nn.SyncBatchNorm, "forward", normalize_over_all_ranks)
     wrap(DistributedDataParallel, "__init__", gpus._ddp)
