@@ -494,6 +494,11 @@ def other_epoch(again, stopped):
         steps[2].fetched = steps[1].fetched
 
 
+def change_rate(again, stopped):
+    change_rank_1(again, stopped)
+    again.steps[0][2].rates = {"first": 0.2}
+
+
 def skip_a_batch(again, stopped):
     """A script without a DataLoader begins one batch too late."""
     for steps in again.steps:
@@ -563,6 +568,12 @@ def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
     assert lines(resumed(two=two)) == ["note left out"]
+
+
+def test_another_learning_rate_is_named():
+    assert resumed(change=change_rank_1)[-1].values["rates"] == ""
+    text = "The learning rate of its step 2 is 0.2, not 0.1."
+    assert resumed(change=change_rate)[-1].values["rates"] == text
 
 
 def test_without_a_loader_the_inputs_are_the_samples():

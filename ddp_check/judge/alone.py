@@ -54,9 +54,10 @@ def judge_alone(run, answer, limit):
     same = all(Counter(a) == Counter(b) for a, b in zip(mine, theirs))
     if not same or not same_size:
         return found
-    other = other_rate(run.steps[0], answer.run.steps[0])
+    other = compare.other_rate(run.steps[0], answer.run.steps[0])
     if other:
-        return [*found, other]
+        values = dict(zip(("first", "one", "two"), other))
+        return [*found, line("WRONG", "rates", **values)]
     if not answer.comparable or answer.replayed.verdict.wrong:
         return found
     steps = run.steps[0]
@@ -78,14 +79,3 @@ def judge_alone(run, answer, limit):
     if isinstance(first, compare.Different):
         found.append(line("WRONG", "alone weights", off=first.distance))
     return found
-
-
-def other_rate(one, two):
-    """A learning rate that is not that of two ranks in the same step."""
-    for number, (a, b) in enumerate(zip(one, two)):
-        for name in a.rates.keys() & b.rates.keys():
-            x, y = a.rates[name], b.rates[name]
-            if abs(x - y) > 1e-6 * max(abs(x), abs(y)):
-                values = {"one": f"{x:.4g}", "two": f"{y:.4g}", "first": number}
-                return line("WRONG", "rates", **values)
-    return None

@@ -315,6 +315,16 @@ def distance(table):
     return math.sqrt(off / (sizes[0] or sizes[1])) if off else 0.0
 
 
+def other_rate(steps, others):
+    """The first step with another learning rate: (its number, this rate, the other)."""
+    for number, (a, b) in enumerate(zip(steps, others)):
+        for name in a.rates.keys() & b.rates.keys():
+            x, y = a.rates[name], b.rates[name]
+            if abs(x - y) > 1e-6 * max(abs(x), abs(y)):
+                return number, f"{x:.4g}", f"{y:.4g}"
+    return None
+
+
 def covers(steps):
     """Whether the weights of most steps have been compared."""
     return 2 * sum(bool(step.weights) for step in steps) > len(steps)

@@ -175,18 +175,14 @@ def judge_rest(two, again, done):
             return found
     if first is None and not all(same) and not all(map(compare.covers, steps)):
         return [*found, line("note", "left out", what="how it continues")]
-    values = {"off": far, "first": first, "rates": other_rates(rest[0], steps[0])}
+    values = {"off": far, "first": first, "rates": ""}
+    other = compare.other_rate(steps[0], rest[0])
+    if other:
+        number, mine, theirs = other
+        text = f"The learning rate of its step {number} is {mine}, not {theirs}."
+        values["rates"] = text
     values["apart"] = "the same bits" if all(same) else f"{far:.0e} apart"
     return [*found, judge(first is None, "rest", **values)]
-
-
-def other_rates(expected, steps):
-    for number, (a, b) in enumerate(zip(expected, steps)):
-        for name, rate in a.rates.items():
-            if name in b.rates and b.rates[name] != rate:
-                text = f"The learning rate of its step {number} is {b.rates[name]:.4g}"
-                return f"{text}, not {rate:.4g}."
-    return ""
 
 
 def other_samples(two, again, done, kind):
