@@ -442,6 +442,10 @@ def test_one_process_alone():
     noise = {"weights": table(1.2), "gradients": table(noise=0.2)}
     assert alone_with(noise) == [*batch, "WRONG alone weights"]
     two = run_of(ranks_of())
+    # Rows that are gathered, and picked by number
+    assert alone_with(noise | {"parts": [0, 1]}) == [*batch, "WRONG alone weights"]
+    two.steps[0][0].parts = [0]
+    assert alone_with(noise | {"parts": [1]}, two=two)[1:] == ["WRONG alone weights"]
     two.steps[1][0].inputs = two.steps[1][0].inputs[:2]  # uneven rows
     assert alone_with(noise, two=two) == batch
     assert alone_with({"weights": {}}) == batch  # nothing was compared
