@@ -275,13 +275,15 @@ def processes_of(folder):
     Or they write there: a fork has the environment of its parent.
     """
     entry = re.compile(b"CHECK_LOG=" + re.escape(os.fsencode(folder)) + b"[/\0]")
-    pids = []
+    pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            writes = os.readlink(path / "fd/1").startswith(f"{folder}/")
-            if writes or entry.search((path / "environ").read_bytes()):
-                pids.append(int(path.name))
-    return pids
+            if entry.search((path / "environ").read_bytes()):
+                pids.add(int(path.name))
+        with contextlib.suppress(OSError):  # its output may be closed
+            if os.readlink(path / "fd/1").startswith(f"{folder}/"):
+                pids.add(int(path.name))
+    return sorted(pids)
 
 
 def kill_all(folder, patience=1):

@@ -82,6 +82,10 @@ ok: all ranks have the same weights after each step
 bad: the weights of the ranks differ from step {first} on
 help: Is each loss computed with the DDP object, not with the model inside it? Are the
      learning rates the same on all ranks? Does one rank change weights by itself?
+[weights meet]
+bad: the weights of the ranks differ in step {first}, and are the same again in {again}
+help: Is this local SGD, which averages weights now and then? Otherwise look for a step
+     that is made under no_sync(), or for weights that one rank changes by itself.
 [same gpu] hangs
 bad: all ranks of a machine use GPU 0
 help: NCCL refuses that: "Duplicate GPU detected". Call

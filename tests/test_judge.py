@@ -7,6 +7,8 @@ in cases/ (see test_check.py).
 import ast
 import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ddp_check import rows, trace
 from ddp_check.judge import alone, compare, first, machines, printed, resume
 from ddp_check.judge.compare import Different, Excused, Same
 from ddp_check.judge.samples import Samples, judge_samples
+from ddp_check.launch import TooSlow, processes_of
 from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback
 from ddp_check.trace import Comparison, Draw, End, Fetch, RankTrace, Start, Step
 
@@ -146,7 +149,7 @@ OTHER = [100, 101, 102]
 EXCUSED = [
     ({}, {"problems": ["a batch"]}, "cannot get what the ranks had: a batch."),
     ({"other_draws": STATE}, {"other_draws": {}}, "random.Random draws in the"),
-    ({"marks": ["hook"]}, {}, "A communication hook"),
+    ({"marks": ["hook"]}, {}, "A communication hook"),  # such as PowerSGD's
     ({"backwards": 2}, {"backwards": 1}, "calls backward() 2 times, one process 1"),
     ({}, {"marks": ["alone"], "inputs": OTHER}, "Rank 0 reads for all ranks"),
     ({}, {"padded": True}, "the value to pad with is a guess"),
@@ -181,7 +184,19 @@ def test_no_excuse_explains_a_gradient_that_is_twice_as_large():
     twice = {"gradients": table(2)}
     for ranks, one, _ in EXCUSED[:2] + EXCUSED[4:7]:
         assert verdict_of(ranks, one | twice).wrong
-    assert not verdict_of({"marks": ["hook"]}, twice).wrong
+    assert verdict_of({"marks": ["hook"]}, twice).wrong
+    # One weight may be a single number, and any other one is some times as large.
+    for more in ({"problems": ["a batch"]}, {"padded": True}):
+        one = {"gradients": {"first": compared([0.8], [1.0])}} | more
+        assert not verdict_of(one=one).wrong
+
+
+def test_one_process_that_trains_other_weights_is_not_right():
+    """Even if those that both train have the same gradient."""
+    only = {"trained": ["first"], "gradients": table(names=["first"])}
+    assert "other weights" in verdict_of(one=only).reason
+    renamed = {"trained": ["part.first"], "gradients": {}}
+    assert "other weights" in verdict_of(one=renamed).reason
 
 
 def test_without_a_loader_the_rows_must_be_the_same():
@@ -195,12 +210,12 @@ def test_in_turn_one_process_makes_more_micro_steps():
     assert "micro-steps" in verdict_of(one=other, order="in turn").reason
 
 
-def uneven(gradients, every=1, count=20):
+def uneven(gradients, every=1, count=20, rows=(16, 15)):
     recorded = ranks_of(count)
     for number in range(0, count, every):
-        recorded[0][number].inputs = [(number, i) for i in range(16)]
-        recorded[1][number].inputs = [(number, i) for i in range(16, 31)]
-        recorded[0][number].parts = recorded[1][number].parts = []
+        for rank, of_rank in enumerate(recorded):
+            of_rank[number].inputs = [(number, rank, i) for i in range(rows[rank])]
+            of_rank[number].parts = []
     replayed = replay_of(recorded)
     for number in range(0, count, every):
         replayed[number].gradients = gradients
@@ -215,8 +230,14 @@ def test_uneven_rows():
     softmax = compare.summarize(uneven(table(noise=0.5)))
     assert softmax.first == 0
     assert compare.summarize(uneven(table(0.5))).different.factor == 0.5  # a sum
-    last = compare.summarize(uneven(table(noise=0.5), every=10))
+    last = compare.summarize(uneven(table(noise=0.05), every=10))
     assert last.right and last.same == 18 and last.uneven
+    far = compare.summarize(uneven(table(noise=0.5), every=19))
+    assert far.wrong and far.same == 18  # also if all other steps are the same
+    # A rank without samples: the mean of the ranks is half of the right gradient.
+    empty = compare.summarize(uneven(table(0.5), every=19, rows=(4, 0)))
+    assert empty.right and empty.uneven[:2] == (0, [4, 0])
+    assert compare.summarize(uneven(table(2), every=19, rows=(4, 0))).wrong
 
 
 def test_odd_traces():
@@ -291,10 +312,17 @@ def test_lines_on_two_ranks(fields, expected):
 
 def test_weights_that_differ():
     run = run_of(ranks_of())
-    run.steps[1][7].bits["last"] = -1
+    for s in run.steps[1][7:]:
+        s.bits["last"] = -1
     found, goes_on, same = first.judge_run(run)
     assert lines(found)[-1] == "WRONG weights" and found[-1].values == {"first": 7}
     assert goes_on and not same
+    # Local SGD: they are averaged in step 9.
+    for n in (9, 13):
+        run.steps[1][n].bits = run.steps[0][n].bits
+    found, goes_on, same = first.judge_run(run)
+    assert lines(found) == [*RIGHT[:4], "note weights meet"] and not same
+    assert found[-1].values == {"first": 7, "again": 9}
     run = run_of(ranks_of(**FLAG))
     run.steps[1][7].bits["last"] = -1
     assert lines(first.judge_run(run)[0]) == ["WRONG not called"]
@@ -388,9 +416,9 @@ def test_data_of_each_rank():
 
 
 # ---- One process alone ---------------------------------------------------------------
-def alone_with(more, right=True, wrong=False, order="rank by rank"):
+def alone_with(more, right=True, wrong=False, order="rank by rank", two=None):
     """What is said of one process with the rows of both ranks and these fields."""
-    two = run_of(ranks_of())
+    two = two or run_of(ranks_of())
     steps = replay_of(two.steps, **{"weights": table(), **more})
     for s, theirs in zip(steps, zip(*two.steps)):
         rows = sum([other.inputs for other in theirs], [])
@@ -410,6 +438,17 @@ def test_one_process_alone():
     assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
     assert alone_with(off | {"norms": True}, right=False) == batch
     assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
+    # Excuses are those of the replay.
+    noise = {"weights": table(1.2), "gradients": table(noise=0.2)}
+    assert alone_with(noise) == [*batch, "WRONG alone weights"]
+    two = run_of(ranks_of())
+    # Rows that are gathered, and picked by number
+    assert alone_with(noise | {"parts": [0, 1]}) == [*batch, "WRONG alone weights"]
+    two.steps[0][0].parts = [0]
+    assert alone_with(noise | {"parts": [1]}, two=two)[1:] == ["WRONG alone weights"]
+    two.steps[1][0].inputs = two.steps[1][0].inputs[:2]  # uneven rows
+    assert alone_with(noise, two=two) == batch
+    assert alone_with({"weights": {}}) == batch  # nothing was compared
 
 
 # ---- Stop and resume -----------------------------------------------------------------
@@ -432,6 +471,15 @@ def lose_weights(again, stopped):
     again.steps[0][0].place = again.steps[1][0].place = -1
 
 
+def compare_one_step(again, stopped):
+    """The recording was cut after it."""
+    for steps in again.steps:
+        for s in steps:
+            s.bits = {"last": -1}
+        for s in steps[1:]:
+            s.weights = {}
+
+
 def lose_rank_1(again, stopped):
     again.steps[1][0].place = -1
 
@@ -448,6 +496,24 @@ def change_rank_1(again, stopped):
 def other_epoch(again, stopped):
     for steps in again.steps:
         steps[2].fetched = steps[1].fetched
+
+
+def change_rate(again, stopped):
+    change_rank_1(again, stopped)
+    again.steps[0][2].rates = {"first": 0.2}
+
+
+def skip_a_batch(again, stopped):
+    """A script without a DataLoader begins one batch too late."""
+    for steps in again.steps:
+        for s in steps:
+            s.inputs = [row + 4 for row in s.inputs]
+            s.weights = table(1.1)
+
+
+def skip_and_draw(again, stopped):
+    skip_a_batch(again, stopped)
+    other_draws(again, stopped)
 
 
 def other_draws(again, stopped):
@@ -484,6 +550,7 @@ RESUMES = [
     ({"change": change_rank_1}, ["LOSES lost", "WRONG rest"]),
     ({"change": lose_weights}, ["WRONG begin"]),
     ({"change": lose_rank_1}, ["WRONG begin"]),
+    ({"change": compare_one_step}, ["LOSES lost", "note left out"]),
     ({"change": lose_steps}, ["LOSES lost", "WRONG no rest"]),
     # strict=False and keys that begin with "module.": 29 steps, and 40 were left
     ({"done": 0, "change": lose_steps}, ["WRONG no rest"]),
@@ -505,6 +572,27 @@ def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
     assert lines(resumed(two=two)) == ["note left out"]
+
+
+def test_another_learning_rate_is_named():
+    assert resumed(change=change_rank_1)[-1].values["rates"] == ""
+    text = "The learning rate of its step 2 is 0.2, not 0.1."
+    assert resumed(change=change_rate)[-1].values["rates"] == text
+
+
+def test_without_a_loader_the_inputs_are_the_samples():
+    def found(change, **more):
+        return lines(resumed(two=run_of(ranks_of(fetched=[])), change=change, **more))
+
+    assert found(skip_a_batch) == ["LOSES lost", "WRONG other samples"]
+    assert found(skip_and_draw) == ["LOSES lost", "note other noise"]
+    assert found(None, weights=1.1) == ["LOSES lost", "WRONG rest"]
+
+
+def test_a_relaunch_behind_the_end_of_the_recording_is_left_out():
+    two = run_of(ranks_of(marks=["cut"]))
+    assert lines(resumed(two=two, change=lose_weights)) == ["note left out"]
+    assert lines(resumed(two=two)) == ["LOSES lost", "ok rest"]
 
 
 def test_files_that_both_runs_saved(tmp_path):
@@ -530,6 +618,46 @@ def test_a_failure():
     assert resume.judge_failure(run_of([[], []])).values["what"] == "the exit code is 0"
     stuck = run_of([[], []], codes=[None], hangs=True)
     assert resume.judge_failure(stuck).values["what"] == "the ranks do not end"
+
+
+class Launches:
+    """A launcher: each launch is of two ranks that end well, or too slow."""
+
+    def __init__(self, slow=()):
+        self.slow, self.started = slow, []
+
+    def start(self, name, *more, **options):
+        self.started.append(name)
+        launch = Launches(self.slow)
+        launch.name = name
+        return launch
+
+    def end(self):
+        if self.name in self.slow:
+            raise TooSlow(60)
+        return run_of([[], []])
+
+
+def disturbed(launcher, two, parts):
+    report = command.Report("mine.py")
+    answer = first.First(two, Samples(two))
+    try:
+        resume.disturb(launcher, report, parts, answer, None)
+    except TooSlow:
+        report.say(rows.line("note", "slow", timeout="60"))
+    return lines(report.findings)
+
+
+def test_a_launch_that_is_too_slow_leaves_the_others():
+    two, parts = run_of(ranks_of()), ["resume", "failure"]
+    slow = Launches(["stop", "kill"])
+    assert disturbed(slow, two, parts) == ["WRONG failure", "note slow"]
+
+
+def test_one_step_is_too_few_to_fail_in():
+    launcher = Launches()
+    assert disturbed(launcher, run_of(ranks_of(1)), ["failure"]) == []
+    assert launcher.started == []
 
 
 # ---- Two machines --------------------------------------------------------------------
@@ -690,6 +818,24 @@ def test_an_error_of_the_check_is_not_blamed_on_the_script():
     Run(
         said={"errors": f"{text}    y\nCannotImitate: y\n"}, codes=[1]
     ).raise_own_fault()
+
+
+def test_a_wrong_call_that_the_check_passes_on_is_the_scripts_fault():
+    """Such as t[7], or from_numpy() of a list: torch's C++ code has no frame."""
+    for code in ("return function(*args, **kwargs)", "tensor = make(*args)"):
+        text = "Traceback (most recent call last):\n"
+        text += f'  File "{PACKAGE}/rank/float64.py", line 1, in call\n    {code}\n'
+        run = Run(said={"errors": f"{text}IndexError: out of range\n"}, codes=[1])
+        run.raise_own_fault()
+
+
+def test_a_process_whose_output_is_closed_is_found(tmp_path):
+    environment = {**os.environ, "CHECK_LOG": f"{tmp_path}/1"}
+    more = {"env": environment, "preexec_fn": lambda: os.close(1)}
+    with subprocess.Popen(["sleep", "60"], **more) as process:
+        found = processes_of(tmp_path)
+        process.kill()
+    assert found == [process.pid]
 
 
 def test_rooms():

@@ -63,6 +63,13 @@ def test_batches_are_joined(merge):
         ([(object(), torch.ones(2)), (object(), torch.zeros(2))], "type object"),
         ([None, torch.ones(2)], "could not be recorded"),
         (
+            [
+                torch.tensor([[0, 2, 1], [5, 3, 4]]),
+                torch.tensor([[0, 0, 2], [3, 5, 5]]),
+            ],
+            "counts through its rows",
+        ),
+        (
             [(torch.ones(2), torch.ones(3, 6)), (torch.ones(2) + 1, torch.ones(1, 6))],
             "may hold sample numbers",
         ),
@@ -248,6 +255,17 @@ def test_several_optimizers_make_one_step(steps, tmp_path):
     assert start.step == 0 and set(start.bits) == {"weight", "bias"}
 
 
+def test_gradients_are_known_as_they_were_before_any_clipping(steps):
+    model = nn.Linear(2, 1)
+    steps.see_module(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for weight in model.parameters():  # one after another
+        steps.clip()
+        weight.grad *= 0.5
+    assert steps.unclipped["weight"].tolist() == [[1, 1]]
+    assert steps.unclipped["bias"].tolist() == [1]
+
+
 def test_what_changes_weights_after_the_optimizer_belongs_to_the_step(steps, tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -415,8 +433,104 @@ else:
 """
 
 
+RANKS = """
+import os
+import torch.distributed as dist
+from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
+child = os.fork()
+rank = int(child == 0)
+pretend_that_the_cpu_is_a_gpu(2)
+dist.init_process_group("nccl", "file://" + os.path.abspath("x"), None, 2, rank)
+{}
+dist.destroy_process_group()
+assert rank or os.waitpid(child, 0)[1] == 0
+"""
+DDP_INSIDE = """
+from ddp_check.rank.weights import Weights
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        self.module = nn.Linear(2, 2, bias=False)
+names = Weights({}).see_module(nn.Sequential(Task()))
+assert names == ["0.part.weight", "0.part.bias", "0.module.weight"], names
+"""
+GATHER = """
+of_all = [torch.zeros(1), torch.zeros(1)]
+dist.all_gather(of_all, torch.tensor(rank + 1.0))  # a number, as NCCL takes it
+assert of_all == [1, 2]
+"""
+SYNC_NORM = """
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+parts = [torch.randn(3, 4, 5, 6), torch.randn(2, 4, 7, 3)]
+values = [part.transpose(0, 1).flatten(1) for part in parts]
+rows = torch.cat(values, 1).t().requires_grad_()
+expected = nn.BatchNorm1d(4)(rows).relu()
+(expected ** 2).sum().backward()
+first = len(values[0].t())
+mine = slice(first, None) if rank else slice(first)
+x = parts[rank].requires_grad_()
+norm = nn.SyncBatchNorm(4)
+y = nn.ReLU(inplace=True)(norm(x))
+(y ** 2).sum().backward()
+for tensor, all_rows in ((y, expected), (x.grad, rows.grad)):
+    assert torch.allclose(tensor.transpose(0, 1).flatten(1).t(), all_rows[mine])
+"""
+WATCHED = """
+from torch.utils.data import DataLoader
+from ddp_check import trace
+from ddp_check.rank.watch import Watcher
+watcher = Watcher(trace.LaunchOptions(), ".", 0, lambda tensor: tensor)
+model = nn.Linear(2, 1)
+def train(optimizer):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+def steps():
+    return len(trace.read_trace(".", 0).steps)
+"""
+GPU_ASKED_FOR = """
+for batch in DataLoader(torch.ones(2, 2), pin_memory=True):
+    train(torch.optim.SGD(model.parameters(), 0.1))
+assert "cuda" not in watcher.marks  # torch has asked, not the script
+{}
+assert "cuda" in watcher.marks
+"""
+FAILED_STEP = """
+class Fails(torch.optim.SGD):
+    def step(self):
+        raise ValueError
+try:
+    train(Fails(model.parameters(), 0.1))
+except ValueError:
+    pass
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+train(optimizer), train(optimizer)
+assert steps() == 2 and watcher.depth == 0
+"""
+NESTED_STEP = """
+class Outer(torch.optim.Optimizer):
+    def step(self):
+        inner.step()
+inner = torch.optim.SGD(model.parameters(), 0.1)
+outer = Outer(inner.param_groups, {"lr": 0.1})
+train(outer), train(outer)
+assert steps() == 2
+"""
+
+
 @processes
-@pytest.mark.parametrize("code", [GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS])
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS),
+        RANKS.format(SYNC_NORM + GATHER + DDP_INSIDE),
+        WATCHED + GPU_ASKED_FOR.format("torch.accelerator.is_available()"),
+        WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
+        WATCHED + FAILED_STEP,
+        WATCHED + NESTED_STEP,
+    ],
+)
 def test_in_a_process_of_its_own(code, tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", ALONE.format(root=str(ROOT)) + code]
     launch(*words, cwd=tmp_path).end()

@@ -54,19 +54,20 @@ def judge_alone(run, answer, limit):
     same = all(Counter(a) == Counter(b) for a, b in zip(mine, theirs))
     if not same or not same_size:
         return found
-    other = other_rate(run.steps[0], answer.run.steps[0])
+    other = compare.other_rate(run.steps[0], answer.run.steps[0])
     if other:
-        return [*found, other]
+        values = dict(zip(("first", "one", "two"), other))
+        return [*found, line("WRONG", "rates", **values)]
     if not answer.comparable or answer.replayed.verdict.wrong:
         return found
     steps = run.steps[0]
-    if not any(step.weights for step in steps):
+    if not compare.covers(steps):
         return found
     far, where = compare.drift(steps, limit)
     if where is None:
         return [*found, line("ok", "alone weights", off=far)]
     # The same rows, and nothing random: then the first gradient must be the same.
-    if any(step.draws or step.norms or step.other_draws for step in steps):
+    if any(step.draws or step.norms for step in steps):
         return found
     rows = one.of(0, "rows")[0]
     if not rows or Counter(rows) != Counter(two.of_all("rows")[0]):
@@ -74,16 +75,10 @@ def judge_alone(run, answer, limit):
     if not answer.right or answer.replayed.order == "in turn":
         # In turn, it has had the batches of the ranks. Alone, it makes others.
         return [*found, line("note", "alone differs", off=far, first=where)]
-    off = compare.distance(steps[0].gradients)
-    return found + [line("WRONG", "alone weights", off=off)] * (off > limit)
-
-
-def other_rate(one, two):
-    """A learning rate that is not that of two ranks in the same step."""
-    for number, (a, b) in enumerate(zip(one, two)):
-        for name in a.rates.keys() & b.rates.keys():
-            x, y = a.rates[name], b.rates[name]
-            if abs(x - y) > 1e-6 * max(abs(x), abs(y)):
-                values = {"one": f"{x:.4g}", "two": f"{y:.4g}", "first": number}
-                return line("WRONG", "rates", **values)
-    return None
+    # Its loader gave the same rows, so it is no excuse that others came out behind it.
+    context = compare.Context("rank by rank", True, known=set())
+    ranks = [of_rank[0] for of_rank in two.run.steps]
+    first = compare.compare_step(ranks, steps[0], limit, context)
+    if isinstance(first, compare.Different):
+        found.append(line("WRONG", "alone weights", off=first.distance))
+    return found

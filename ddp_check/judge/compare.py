@@ -1,8 +1,8 @@
 """The verdict on gradients: pure functions of what was recorded and what was replayed.
 
-compare() gives one verdict for each step. Each reason to excuse a step stands here, in
-EXCUSES, and reads only the traces of that step. To add one, add a function there, and a
-case to tests/test_judge.py.
+compare() gives one verdict for each step. The reasons to excuse a step stand here, in
+EXCUSES, and read only the traces of that step. To add one, add a function there, and a
+case to tests/test_judge.py. Uneven rows are an excuse, too, up to a distance.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ class Different:
     distance: float
     factor: float | None = None  # most weights are so many times too large
     names: list = dataclasses.field(default_factory=list)  # weights that are not
+    weights: int = 0  # how many have been looked at
     hidden: str = ""  # "hides it": after clipping it is the same; "may": unknown
 
     def __str__(self):
@@ -56,7 +57,7 @@ class Excused:
 
     reason: str
     rows: list = dataclasses.field(default_factory=list)  # uneven rows of the ranks
-    instead: Different | None = None  # what it would be without the excuse
+    distance: float = 0.0  # of these
 
 
 @dataclasses.dataclass
@@ -93,7 +94,7 @@ def summarize(verdicts):
         else:
             reasons[one.reason] += 1
             if one.rows and verdict.uneven is None:
-                verdict.uneven = (number, one.rows, one.instead.distance)
+                verdict.uneven = (number, one.rows, one.distance)
     if reasons:
         verdict.reason = reasons.most_common(1)[0][0]
     return verdict
@@ -126,10 +127,6 @@ def compare(
             verdicts.append(Excused(missing))
         else:
             verdicts.append(compare_step(ranks, ones[number], limit, context))
-    uneven = [v for v in verdicts if isinstance(v, Excused) and v.rows]
-    beyond = [v for v in uneven if v.instead.distance > most_of(v.rows)]
-    if not any(isinstance(v, Same) for v in verdicts) and 2 * len(beyond) > len(uneven):
-        return [v.instead if v in beyond else v for v in verdicts]
     return verdicts
 
 
@@ -145,6 +142,10 @@ class Context:
 def compare_step(ranks, one, limit, context):
     first = ranks[0]
     table, before = one.gradients, one.unclipped
+    names = sorted({*first.trained} ^ {*one.trained})
+    if names:
+        text = f"One process trains other weights than the ranks: {listed(names)}."
+        return Excused(text)
     if any(step.gradient_bits != first.gradient_bits for step in ranks) or not table:
         # The optimizer averages or clears the gradients. So compare what it does.
         table, before = one.changes, {}
@@ -161,29 +162,29 @@ def compare_step(ranks, one, limit, context):
         if different.distance <= limit or not is_multiple(different, limit):
             return Same(away)
         different.hidden = "hides it"
-        return different
-    different = explain(table, limit)
-    if clips and before and distance(before) > limit:
+    elif clips and before and distance(before) > limit:
         different = explain(before, limit)
         different.distance = away
-    elif clips:
-        different.hidden = "may"
+    else:
+        different = explain(table, limit)
+        different.hidden = "may" if clips else ""
+    multiple = is_multiple(different, limit)
     for excuse, explains_all in EXCUSES:
         reason = excuse(ranks, one, context)
-        if reason and (explains_all or not is_multiple(different, limit)):
-            rows = [len(step.inputs) for step in ranks]
-            return Excused(reason, rows if excuse is uneven_rows else [], different)
+        if reason and (explains_all or not multiple):
+            return Excused(reason)
+    rows = [len(step.inputs) for step in ranks]
+    # Ranks without samples add zeros to the mean, so that it is smaller.
+    empty = multiple and abs(different.factor - share_with_rows(rows)) <= limit
+    within = different.distance <= most_of(rows)
+    if len(set(rows)) > 1 and (empty or within and not multiple):
+        counts = " and ".join(map(str, rows))
+        text = f"The ranks have unequal numbers of samples in a step ({counts})."
+        return Excused(text, rows, different.distance)
     return different
 
 
 # ---- Excuses: what explains a difference, each from the traces of the step -----------
-def other_weights(ranks, one, context):
-    names = sorted({*ranks[0].trained} ^ {*one.trained})
-    if names:
-        return f"One process trains other weights than the ranks: {listed(names)}."
-    return ""
-
-
 def has_problems(ranks, one, context):
     if one.problems:
         return f"One process cannot get what the ranks had: {one.problems[0]}."
@@ -264,27 +265,17 @@ def is_padded(ranks, one, context):
     return ""
 
 
-def uneven_rows(ranks, one, context):
-    rows = [len(step.inputs) for step in ranks]
-    if len(set(rows)) > 1:
-        counts = " and ".join(map(str, rows))
-        return f"The ranks have unequal numbers of samples in a step ({counts})."
-    return ""
-
-
 # (the excuse, whether it also explains a gradient that is exactly some times as large)
 EXCUSES = [
-    (other_weights, True),
     (has_problems, False),
     (other_generators, False),
-    (has_hook, True),
+    (has_hook, False),
     (other_calls, True),
     (other_turns, False),
     (no_loader, False),
     (batched_again, False),
     (filled_up, False),
     (is_padded, False),
-    (uneven_rows, False),
 ]
 
 
@@ -296,6 +287,11 @@ def kind_of(step, kind):
     if kind == "inputs":
         return step.inputs
     return [(draw.name, draw.shape, draw.checksum) for draw in step.draws]
+
+
+def share_with_rows(rows):
+    """The share of the ranks that have samples."""
+    return sum(map(bool, rows)) / len(rows)
 
 
 def most_of(rows):
@@ -317,6 +313,21 @@ def distance(table):
     sizes = [sum(row.bb for row in table.values()), sum(r.aa for r in table.values())]
     off = sum(row.off for row in table.values())
     return math.sqrt(off / (sizes[0] or sizes[1])) if off else 0.0
+
+
+def other_rate(steps, others):
+    """The first step with another learning rate: (its number, this rate, the other)."""
+    for number, (a, b) in enumerate(zip(steps, others)):
+        for name in a.rates.keys() & b.rates.keys():
+            x, y = a.rates[name], b.rates[name]
+            if abs(x - y) > 1e-6 * max(abs(x), abs(y)):
+                return number, f"{x:.4g}", f"{y:.4g}"
+    return None
+
+
+def covers(steps):
+    """Whether the weights of most steps have been compared."""
+    return 2 * sum(bool(step.weights) for step in steps) > len(steps)
 
 
 def drift(steps, limit):
@@ -344,9 +355,13 @@ def was_clipped(table, before):
 
 
 def is_multiple(different, limit):
-    """Whether all weights are the same number of times too large."""
-    factor = different.factor
-    return factor is not None and not different.names and abs(factor - 1) > limit
+    """Whether all weights are the same number of times too large.
+
+    One weight alone may be a single number, and that is always some times too large.
+    """
+    factor, several = different.factor, different.weights > 1
+    whole = several and factor is not None and not different.names
+    return whole and abs(factor - 1) > limit
 
 
 def explain(table, limit):
@@ -374,7 +389,8 @@ def explain(table, limit):
         wrong = [name for name in worst if counted[name].off > limit**2 * total]
         return Different(away, None, wrong[:3])
     factor = sum(factors[name] for name in best) / len(best)
-    return Different(away, factor, [name for name in counted if name not in best])
+    names = [name for name in counted if name not in best]
+    return Different(away, factor, names, len(counted))
 
 
 def listed(names):

@@ -188,7 +188,11 @@ def judge_run(run):
     found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
     if any(step.sharded for step in one):
         return [*found, line("note", "sharded")], True, False
-    if same or not joins:
+    pairs = list(zip(one, two))[first or 0 :]
+    again = next((a.number for a, b in pairs if a.bits == b.bits), None)
+    if first is not None and again is not None:
+        found.append(line("note", "weights meet", first=first, again=again))
+    elif same or not joins:
         found.append(judge(first is None, "weights", first=first))
     return found, True, same and first is None
 

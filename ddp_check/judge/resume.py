@@ -10,6 +10,7 @@ from ddp_check.judge import compare, machines
 from ddp_check.judge.first import reference
 from ddp_check.judge.printed import judge_printed_again
 from ddp_check.judge.samples import Samples
+from ddp_check.launch import TooSlow
 from ddp_check.rows import judge, line
 
 SAME_WEIGHTS = 1e-6  # of a relaunch, relative to how far they have come
@@ -34,14 +35,15 @@ def disturb(launcher, report, parts, answer, options):
                 pause = min(5, 10 / (count - at))
                 more = {"action": action, "at": at, "pause": pause}
                 launches[action] = launcher.start(action, **more)
-    if "failure" in parts:
+    if "failure" in parts and count > 1:  # it fails before its second step, or later
         at = min(count // 2 + 1, count - 1)
         launches["fail"] = launcher.start("fail", action="fail", at=at)
     if "machines" in parts:
         launches["machines"] = machines.start(launcher, answer)
     if launches:
         report.title("Two ranks, disturbed, and on two machines")
-    runs = {name: launch.end() for name, launch in launches.items()}
+    slow = []
+    runs = end_all(launches, slow)
     resumes = [action for action in places if action in runs]
     again = {}
     for action in resumes:
@@ -49,10 +51,10 @@ def disturb(launcher, report, parts, answer, options):
         again[action] = launcher.start(f"{action}-again", **more)
     if again:
         report.title("Launched again")
-    again = {action: launch.end() for action, launch in again.items()}
+    again = end_all(again, slow)
     names = {"stop": "Stopped by SIGTERM", "kill": "One rank killed by SIGKILL"}
     wrong = False
-    for action in resumes:
+    for action in again:
         report.title(f"{names[action]}, and launched again")
         if wrong:
             found = [line("note", "left out", what="how it continues after a kill")]
@@ -70,6 +72,19 @@ def disturb(launcher, report, parts, answer, options):
     if "machines" in runs:
         report.title("Two machines with one rank each (two torchruns on this one)")
         machines.check(launcher, report, runs["machines"], answer)
+    if slow:
+        raise slow[0]
+
+
+def end_all(launches, slow):
+    """{name: its Run}, without those that are too slow. The others are judged first."""
+    runs = {}
+    for name, launch in launches.items():
+        try:
+            runs[name] = launch.end()
+        except TooSlow as error:
+            slow.append(error)
+    return runs
 
 
 def judge_failure(run):
@@ -108,6 +123,8 @@ def judge_resume(two, run, again, cut):
     # Where the weights were the same: the rank has looked for it.
     done = again.steps[0][0].place
     if done < 0 or any(steps[0].place != done for steps in again.steps):
+        if "cut" in two.marks():  # only recorded weights are looked for
+            return [line("note", "left out", what="how it continues")]
         return [line("WRONG", "begin")]
     left, count = len(expected) - done, len(again.steps[0])
     lost = len(made) - done
@@ -138,10 +155,15 @@ def judge_rest(two, again, done):
     first = min((where for _, where in drifts if where is not None), default=None)
     same = [[s.bits for s in a] == [s.bits for s in b] for a, b in zip(steps, rest)]
     who = [r for r, of_rank in enumerate(steps) if noises(rest[r], of_rank, str.__ne__)]
-    pairs = [pair for a, b in zip(rest, steps) for pair in zip(a, b)]
-    inputs = any(a.inputs != b.inputs for a, b in pairs)
+    pairs = [pair for a, b in zip(rest, steps) for pair in enumerate(zip(a, b))]
+    inputs = [number for number, (a, b) in pairs if a.inputs != b.inputs]
+    # A loader's workers may draw, too.
+    both = [s for _, pair in pairs for s in pair]
+    drawn = any(s.draws or s.other_draws or s.fetched for s in both)
+    if inputs and first is not None and not drawn and min(inputs) <= first:
+        return [line("WRONG", "other samples", first=min(inputs))]
     found = []
-    if who or (inputs and first is not None):
+    if who or (inputs and first is not None and drawn):
         names = " and ".join(f"rank {rank}" for rank in who or range(two.ranks))
         alike = noises(*steps[:2], str.__eq__) and not noises(*rest[:2], str.__eq__)
         then = "The rest was compared with the old ones." if first is None else ""
@@ -151,18 +173,16 @@ def judge_rest(two, again, done):
         found = [line("note", "other noise", who=names, same=text, then=then)]
         if first is not None and inputs:
             return found
-    values = {"off": far, "first": first, "rates": other_rates(rest[0], steps[0])}
+    if first is None and not all(same) and not all(map(compare.covers, steps)):
+        return [*found, line("note", "left out", what="how it continues")]
+    values = {"off": far, "first": first, "rates": ""}
+    other = compare.other_rate(steps[0], rest[0])
+    if other:
+        number, mine, theirs = other
+        text = f"The learning rate of its step {number} is {mine}, not {theirs}."
+        values["rates"] = text
     values["apart"] = "the same bits" if all(same) else f"{far:.0e} apart"
     return [*found, judge(first is None, "rest", **values)]
-
-
-def other_rates(expected, steps):
-    for number, (a, b) in enumerate(zip(expected, steps)):
-        for name, rate in a.rates.items():
-            if name in b.rates and b.rates[name] != rate:
-                text = f"The learning rate of its step {number} is {b.rates[name]:.4g}"
-                return f"{text}, not {rate:.4g}."
-    return ""
 
 
 def other_samples(two, again, done, kind):

@@ -325,6 +325,13 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
+    """NCCL looks only at the number of values, gloo at the shapes, too."""
+    fits = [one.numel() == tensor.numel() for one in tensor_list]
+    same = [one.view(tensor.shape) if f else one for one, f in zip(tensor_list, fits)]
+    return gather(same, tensor, *args, **kwargs)
+
+
 def normalize_over_all_ranks(forward, norm, x):
     """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
     group = norm.process_group or dist.group.WORLD
@@ -332,9 +339,18 @@ def normalize_over_all_ranks(forward, norm, x):
     if ranks > 1:
         from torch.distributed.nn.functional import all_gather  # gradients pass it
 
-        rows = torch.cat(all_gather(x.contiguous(), group))
+        # Ranks may have images of other sizes: each value of a channel is a row.
+        channels = x.transpose(0, 1)
+        rows = channels.flatten(1).t()
+        counts = [None] * ranks
+        dist.all_gather_object(counts, len(rows), group=group)
+        rows = nn.functional.pad(rows, (0, 0, 0, max(counts) - len(rows)))
+        gathered = zip(all_gather(rows.contiguous(), group), counts)
+        rows = torch.cat([part[:count] for part, count in gathered])
         rows = nn.modules.batchnorm._BatchNorm.forward(norm, rows)
-        return rows.chunk(ranks)[dist.get_rank(group)]
+        rank = dist.get_rank(group)
+        mine = rows.narrow(0, sum(counts[:rank]), counts[rank])
+        return mine.t().reshape(channels.shape).transpose(0, 1).contiguous()
     return nn.modules.batchnorm._BatchNorm.forward(norm, x)
 
 
@@ -439,6 +455,7 @@ def pretend_that_the_cpu_is_a_gpu(count):
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
         if hasattr(dist, name):  # the second one since torch 2.13
             wrap(dist, name, with_future)
+    wrap(dist, "all_gather", gather_any_shape)
     wrap(nn.DataParallel, "__init__", gpus._data_parallel)
     wrap(nn.SyncBatchNorm, "forward", normalize_over_all_ranks)
     wrap(DistributedDataParallel, "__init__", gpus._ddp)

@@ -94,6 +94,9 @@ class Merge:
             elif stacked:  # they may hold numbers of samples, as boxes do
                 text = f"a batch of {rows[0]} has a tensor of {list(first.shape)}"
                 self.notes.problems.append(f"{text}, which may hold sample numbers")
+        if all(map(counts_through_rows, parts)):
+            text = f"a batch has a tensor of {list(first.shape)} that counts through"
+            self.notes.problems.append(f"{text} its rows: it may hold sample numbers")
         try:
             return self.concatenate(self.widen(parts, dim, path), dim)
         except RuntimeError:
@@ -185,6 +188,14 @@ def numbered(order, sizes):
         places.sort()
     number = {place: n for n, place in enumerate(places)}
     return [torch.tensor([number[p] for p in own]).long() for own in of_ranks]
+
+
+def counts_through_rows(tensor):
+    """Whether row 1 of [rows, n, ...] has numbers from n on, row 2 from 2 n on, ..."""
+    if tensor.is_floating_point() or tensor.dim() < 2 or min(tensor.shape[:2]) < 2:
+        return False
+    rows = tensor.flatten(1) // tensor.shape[1]
+    return bool((rows == torch.arange(len(rows))[:, None]).all())
 
 
 def rows_in(value):

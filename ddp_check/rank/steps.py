@@ -81,7 +81,9 @@ class Steps:
         """The gradients will be clipped."""
         if self.ended is None:
             self.now.clipped = True
-            self.unclipped |= self.weights.gradients(self.weights.named)
+            # Groups of weights may be clipped one after another: the first one counts.
+            now = self.weights.gradients(self.weights.named)
+            self.unclipped = now | self.unclipped
 
     def optimize(self, optimizer, has_gradients):
         """An optimizer makes a step. A closure may compute the gradients in it."""

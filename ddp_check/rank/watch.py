@@ -42,6 +42,7 @@ class Watcher:
         self.draws = Draws(self.see_draw, self.see_collective, self.see_order)
         self.loaders = Loaders(self, cast, self.steps.replay)
         self.depth = 0  # of optimizers: one may call another one's step()
+        self.has_gradients = True  # the step that is made has no closure
         self.modules = 0  # that are in their forward(), or in backward()
         self.evaluated = None  # the module that was called in eval() mode
         self.in_norm = False
@@ -66,11 +67,14 @@ class Watcher:
         for owner, name, mark in (
             (DistributedDataParallel, "register_comm_hook", "hook"),
             (DistributedDataParallel, "__init__", "wrapped"),
-            (torch.cuda, "is_available", "cuda"),
             (torch, "manual_seed", "seeded"),
             (Join, "__enter__", "join"),
         ):
             wrap(owner, name, functools.partial(self.see_mark, mark))
+        for owner in (torch.cuda, torch.accelerator):
+            for name in ("is_available", "device_count"):
+                wrap(owner, name, self.see_question)
+        wrap(torch.accelerator, "current_accelerator", self.see_question)
         wrap(torch, "save", self.see_save)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (nn.utils, nn.utils.clip_grad):
@@ -169,13 +173,15 @@ class Watcher:
 
     def before_step(self, optimizer, args, kwargs):
         self.depth += 1
-        self.counts = self.depth == 1 and w.can_change_weights(optimizer)
+        if self.depth > 1:
+            return
+        closures = [*args[1:], kwargs.get("closure")]
+        self.has_gradients = all(closure is None for closure in closures)
+        self.counts = w.can_change_weights(optimizer)
         if self.counts:
             self.note_generators()
             if any(one is optimizer for one in self.steps.optimizers):
                 self.begin()  # without a forward() or backward() that was seen
-            closures = [*args[1:], kwargs.get("closure")]
-            self.has_gradients = all(closure is None for closure in closures)
             with self.own_work():
                 self.steps.optimize(optimizer, self.has_gradients)
 
@@ -188,7 +194,7 @@ class Watcher:
                 if self.steps.ended is None:
                     self.draws.end_step()
                 self.steps.end(optimizer, self.notes)
-        self.depth -= 1
+        self.depth = max(self.depth - 1, 0)
 
     def leave(self):
         """End this rank, as --steps asks for."""
@@ -222,6 +228,13 @@ class Watcher:
     def see_mark(self, mark, call, *args, **kwargs):
         self.marks.add(mark)
         return call(*args, **kwargs)
+
+    def see_question(self, ask, *args, **kwargs):
+        """Is there a GPU? Torch itself asks, too: in each optimizer's step."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not caller.startswith("torch."):
+            self.marks.add("cuda")
+        return ask(*args, **kwargs)
 
     def see_save(self, save, *args, **kwargs):
         file = inspect.signature(save).bind(*args, **kwargs).arguments["f"]
@@ -260,6 +273,8 @@ class Watcher:
         weights = list(module.parameters())
         grad = torch.is_grad_enabled()
         trains = grad and module.training
+        if trains and self.has_gradients:
+            self.depth = 0  # only a closure calls it in a step: the last one has failed
         if weights and not trains:
             self.last.evaluates = True
         if grad and any(weight.requires_grad for weight in weights):

@@ -1,6 +1,7 @@
 """Weights and optimizers, known by the names that the weights have in the model."""
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_check.rank.tensors import checksum, whole
 
@@ -14,6 +15,12 @@ def plain_name(path):
     while len(words) > 1 and words[0] in AT_FRONT:
         del words[0]
     return ".".join(words)
+
+
+def without_ddp(path, ddp):
+    """If "part" is in ddp, the places of DDP objects: part.module.bias is part.bias."""
+    words = path.split(".")
+    return ".".join(w for i, w in enumerate(words) if ".".join(words[:i]) not in ddp)
 
 
 class Weights:
@@ -39,7 +46,9 @@ class Weights:
         if new and any(hasattr(part, "unshard") for part in module.modules()):
             # FSDP2 puts whole weights into the places of its own ones for a while.
             new = [(path, w) for path, w in new if hasattr(w, "device_mesh")]
-        return [self.add(plain_name(path), weight) for path, weight in new]
+        parts = module.named_modules() if new else ()
+        ddp = {p for p, part in parts if isinstance(part, DistributedDataParallel)}
+        return [self.add(plain_name(without_ddp(p, ddp)), w) for p, w in new]
 
     def see_optimizer(self, optimizer):
         new = []
