@@ -179,15 +179,13 @@ class Launch:
         torchruns = [process.pid for process in self.processes]
         helpers = [p for p in processes_of(self.log) if p not in (*ranks, *torchruns)]
         main = any(map(in_collective, stacks.values()))
-
-        def work():
-            return sum(cpu_seconds(pid, main) for pid in ranks) + sum(
-                cpu_seconds(pid) for pid in helpers
-            )
-
-        before = self.progress(), work()
-        time.sleep(3)
-        return self.progress() == before[0] and work() - before[1] < 0.3
+        before = self.progress()
+        running = 0
+        for _ in range(30):
+            busy = [is_running(pid, main) for pid in ranks]
+            running += any(busy + [is_running(pid) for pid in helpers])
+            time.sleep(0.1)
+        return self.progress() == before and running < 3
 
     def stacks(self):
         """Of each rank, the frames of its main thread: (file, line, function)."""
@@ -308,12 +306,12 @@ def stat(path):
     return Path(path).read_text().rpartition(")")[2].split()
 
 
-def cpu_seconds(pid, main_thread=False):
-    """Of a process, or of its main thread."""
-    path = f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat"
+def is_running(pid, main_thread=False):
+    """Whether a thread computes, reads the disk, or would if it got a CPU."""
+    paths = Path(f"/proc/{pid}/task").glob(str(pid) if main_thread else "*")
     with contextlib.suppress(OSError):
-        return sum(map(int, stat(path)[11:13])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+        return any(stat(path / "stat")[0] in "RD" for path in paths)
+    return False
 
 
 def free_port():

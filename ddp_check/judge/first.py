@@ -114,7 +114,7 @@ def needs_gpus(launcher):
 def with_gpus(launcher, report, run):
     """Another launch with pretended GPUs, if this one has missed them."""
     steps, marks = run.steps[0], run.marks()
-    alone = steps and not trains_together(run) and not any(s.collectives for s in steps)
+    alone = steps and not trains_together(run)
     asks = "cuda" in marks and "wrapped" not in marks
     wants = re.search("cuda|nccl|nvidia|accelerator|gpu", run.why(), re.I)
     failed = not steps and not run.hangs

@@ -21,12 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ddp_check.rank.float64 import enter
+from ddp_check.rank.gloo import (
+    gather_any_shape,
+    gloo_for,
+    normalize_over_all_ranks,
+    with_future,
+)
 from ddp_check.rank.patch import (
     MEETS,
     PRIVATE,
     DeviceContext,
     always,
-    private,
     stand_in,
     wrap,
 )
@@ -325,35 +330,6 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
-    """NCCL looks only at the number of values, gloo at the shapes, too."""
-    fits = [one.numel() == tensor.numel() for one in tensor_list]
-    same = [one.view(tensor.shape) if f else one for one, f in zip(tensor_list, fits)]
-    return gather(same, tensor, *args, **kwargs)
-
-
-def normalize_over_all_ranks(forward, norm, x):
-    """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
-    group = norm.process_group or dist.group.WORLD
-    ranks = dist.get_world_size(group) if norm.training and group else 1
-    if ranks > 1:
-        from torch.distributed.nn.functional import all_gather  # gradients pass it
-
-        # Ranks may have images of other sizes: each value of a channel is a row.
-        channels = x.transpose(0, 1)
-        rows = channels.flatten(1).t()
-        counts = [None] * ranks
-        dist.all_gather_object(counts, len(rows), group=group)
-        rows = nn.functional.pad(rows, (0, 0, 0, max(counts) - len(rows)))
-        gathered = zip(all_gather(rows.contiguous(), group), counts)
-        rows = torch.cat([part[:count] for part, count in gathered])
-        rows = nn.modules.batchnorm._BatchNorm.forward(norm, rows)
-        rank = dist.get_rank(group)
-        mine = rows.narrow(0, sum(counts[:rank]), counts[rank])
-        return mine.t().reshape(channels.shape).transpose(0, 1).contiguous()
-    return nn.modules.batchnorm._BatchNorm.forward(norm, x)
-
-
 def refusal(name, original):
     """Takes the place of a function or a class that cannot be imitated."""
 
@@ -401,21 +377,6 @@ def without_pinning(create, loader, *args, **kwargs):
 
 def shard_on_cpu(create, model, *args, **kwargs):
     create(model, *args, **(kwargs | {"device_id": torch.device("cpu")}))
-
-
-def gloo_for(backend):
-    return "gloo" if "nccl" in str(backend or "nccl").lower() else backend
-
-
-def with_future(reduce, output, *args, **kwargs):
-    """Gloo's reduce_scatter() has no future."""
-    work = reduce(output, *args, **kwargs)
-    if type(work) is not dist.Work:
-        return work
-    work.wait()
-    future = torch.futures.Future()
-    future.set_result([output])
-    return private("work of a future")(future)
 
 
 def pretend_that_the_cpu_is_a_gpu(count):
