@@ -6,14 +6,14 @@
 # case: error | WRONG fails steps=7 error="AssertionError: too many"
 # case: quit | WRONG fails steps=7 error="too many"
 # case: dump | WRONG fails steps=7 error="rank 1: too many"
-# case ci: skip | WRONG hang | quick --timeout 15
-# case: deadlock | WRONG hang | quick --timeout 15
-# case: sleep | WRONG hang timeout=15 | quick --timeout 15
-# case: busy | note slow timeout=15 | quick --timeout 15
+# case ci: skip | WRONG hang | quick --timeout 40
+# case: deadlock | WRONG hang | quick --timeout 40
+# case: sleep | WRONG hang timeout=40 | quick --timeout 40
+# case: busy | note slow timeout=40 | quick --timeout 40
 # case: more | WRONG steps one=10 two=11; note left out
 # case: left | WRONG left; ok gradient
 # case: thread | ok gradient
-# case: swallow-hang | ok gradient; WRONG failure | failure --timeout 20
+# case: swallow-hang | ok gradient; WRONG failure | failure --timeout 40
 # case: swallow | ok gradient; WRONG failure what="the exit code is 0" | failure
 # case: needs-two | note not replayed ranks=2;
 #     note one process error="AssertionError: alone" | alone
