@@ -492,7 +492,7 @@ def test_score_of_the_whole_set_has_the_rows_of_all_ranks_in_their_order():
             names["val_loader"] = DataLoader(TensorDataset(y, y), 1, sampler=mine)
             exec(snippet("recall"), names)
             found = names["wanted"].equal(y), names["hits"].tolist()
-            names["rows"] = torch.arange(8).view(8, 1)[rank::world_size]
+            names["x"] = torch.arange(8).view(8, 1)[rank::world_size]
             return found, eval(inline("torch.stack("), names).flatten().tolist()
 
     for size in (1, 4):

@@ -401,6 +401,8 @@ torch.cuda.set_rng_state(torch.cuda.get_rng_state_all()[0])
 torch.cuda.manual_seed_all(0)
 torch.cuda.Event(enable_timing=True).record()
 torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+with torch.cuda.stream(stream=torch.cuda.Stream()):
+    pass
 with torch.cuda.device(0), torch.device("cuda"):
     torch.zeros(2)
 torch.Generator(device="cuda")
