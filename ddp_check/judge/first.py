@@ -295,7 +295,7 @@ def replay_in_order(launcher, report, run, samples, order):
 def missing(one):
     """Why one process has not made a step."""
     if not one.ended_well:
-        return f"One process fails: {one.words()['error']}."
+        return f"One process fails: {one.words()['error'].rstrip('.')}."
     if not one.steps[0]:
         return "One process makes no step."
     if "cut" in one.marks():
