@@ -6,6 +6,7 @@ nothing is left behind, also if the check is killed by SIGKILL: see Guardian.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import multiprocessing
 import os
@@ -157,7 +158,7 @@ class Launch:
 
     def progress(self):
         """It grows whenever a rank makes a step."""
-        return sum(path.stat().st_size for path in self.log.glob("rank*.jsonl"))
+        return sum(path.stat().st_size for path in self.log.glob("rank*.trace"))
 
     def rank_pids(self):
         """{rank: pid}: the children of torchrun."""
@@ -253,6 +254,7 @@ def become_torchrun(words, folder, said, environment, pipe):
     """What a forked process does: the same as the command torchrun."""
     import torch.distributed.run
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the check
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

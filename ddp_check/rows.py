@@ -102,7 +102,8 @@ bad: not judged: anything else, because of tensor parallelism
 ok: the ranks train on different samples
 bad: all ranks train on the same samples
 help: {share:.0%} of rank 0's samples are on rank 1 in the same step. Is there a sampler
-     that gives each rank its own share?
+     that gives each rank its own share? If each rank makes its samples from random
+     numbers: is its seed the same on all ranks?
 [overlap] samples
 bad: the ranks have samples in common in a step
 help: {share:.0%} of rank 0's samples are on rank 1, too. Is that intended, as in
@@ -233,7 +234,7 @@ bad: launched again, it starts from weights that it never had
 help: Is everything loaded on all ranks, before DDP is made? Is it saved in half
      precision?
 [all lost] resume
-bad: it starts over: all {lost} steps are lost
+bad: it starts over, and loses all steps: {lost}
 [lost] resume
 ok: it continues after step {done} (steps lost: {lost})
 bad: it continues after step {done}, and steps are lost: {lost}

@@ -1,18 +1,20 @@
 """What a rank has done, as data: written by the rank, read by the judge.
 
-Each launch has a folder. Rank r writes rank{r}.jsonl there, a line of JSON for each
-Start, Step and End. A launch that is recorded also writes rank{r}.pickle, with the
-tensors that a replay needs (rank/record.py reads it again). Nothing else passes from
-the room `rank`, which watches the script, to the room `judge`, which gives the verdict.
+Each launch has a folder. Rank r writes rank{r}.trace there: the Starts, Steps and the
+End, pickled one after another. A launch that is recorded also writes rank{r}.pickle,
+with the tensors that a replay needs (rank/record.py reads it again). Nothing else
+passes from the room `rank`, which watches the script, to the room `judge`, which gives
+the verdict.
 
 A *step* is what lies between two changes of the weights with a forward() (or, without
 a module, a backward()) in between, whatever number of optimizers changes them. Weights
 are known by their names in the model, without what wrappers put in front of them.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
+import pickle
 from pathlib import Path
 
 
@@ -154,19 +156,21 @@ class End:
     lines: list = dataclasses.field(default_factory=list)  # all lines with code
 
 
-KINDS = {kind.__name__: kind for kind in (Start, Step, End)}
-
-
 class Writer:
     """Writes the trace of a rank. It is complete whenever the rank is killed."""
 
     def __init__(self, folder, rank):
-        self.file = open(Path(folder, f"rank{rank}.jsonl"), "a")
+        self.file = open(Path(folder, f"rank{rank}.trace"), "ab", buffering=0)
+        self.last = b""
 
     def write(self, entry):
-        record = {"kind": type(entry).__name__, **dataclasses.asdict(entry)}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        """Returns whether it says more than the entry before."""
+        data = pickle.dumps(entry)
+        if data == self.last:
+            return False
+        self.last = data
+        self.file.write(data)
+        return True
 
 
 @dataclasses.dataclass
@@ -186,19 +190,9 @@ class RankTrace:
 def read_trace(folder, rank):
     """The RankTrace of a rank; an empty one if it has written nothing."""
     trace, steps = RankTrace(), {}
-    path = Path(folder, f"rank{rank}.jsonl")
-    text = path.read_text() if path.exists() else ""
-    for line in text.split("\n")[:-1]:  # the last piece is empty, or half a line
-        record = json.loads(line)
-        entry = KINDS[record.pop("kind")](**record)
+    path = Path(folder, f"rank{rank}.trace")
+    for entry in entries_of(path) if path.exists() else ():
         if isinstance(entry, Step):
-            entry.fetched = [Fetch(**fetch) for fetch in entry.fetched]
-            for fetch in entry.fetched:
-                fetch.key = tuple(fetch.key)
-            entry.draws = [Draw(**draw) for draw in entry.draws]
-            for table in ("gradients", "unclipped", "changes", "weights"):
-                rows = getattr(entry, table).items()
-                setattr(entry, table, {name: Comparison(**row) for name, row in rows})
             steps[entry.number] = entry
         elif isinstance(entry, Start):
             trace.starts.append(entry)
@@ -208,19 +202,21 @@ def read_trace(folder, rank):
     return trace
 
 
+def entries_of(path):
+    with open(path, "rb") as file:
+        # A rank that is killed may leave half an entry.
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                yield pickle.load(file)
+
+
 def options_of_this_rank():
-    record = json.loads(os.environ["CHECK_OPTIONS"])
-    replay = record.pop("replay")
-    options = LaunchOptions(**record)
-    if replay is not None:
-        replay["keys"] = [list(map(tuple, keys)) for keys in replay["keys"]]
-        options.replay = Replay(**replay)
-    return options
+    return pickle.loads(bytes.fromhex(os.environ["CHECK_OPTIONS"]))
 
 
 def options_as_text(options):
     """For CHECK_OPTIONS."""
-    return json.dumps(dataclasses.asdict(options))
+    return pickle.dumps(options).hex()
 
 
 @dataclasses.dataclass

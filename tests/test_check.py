@@ -225,7 +225,7 @@ def test_files_are_linked_and_each_rank_gets_its_own_local_rank(tmp_path):
 
 TINY = "--device cpu --dim 16 --layers 1 --heads 2 --seq_len 32 --batch_size {8}"
 TINY += " --max_steps 20 --log_every 1 --save_every 5 --dropout 0.1 --out {out}"
-RECIPES = ["", "fp16", "fsdp2", "keep_last", "where_the_time_goes"]
+RECIPES = ["", *sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))]
 
 
 @slow
@@ -234,7 +234,8 @@ def test_program_and_its_recipes(name, tmp_path, data):
     script = SCRIPT
     if name:
         script = tmp_path / "mine.py"
-        launch(sys.executable, ROOT / "recipes/recipe.py", name, script).end()
+        make = ["make", "-C", ROOT, "recipe", f"R={name}", f"OUT={script}"]
+        launch(*make).end()
     words = ["--compare", r"val_loss\s(\S+)", script, *TINY.split(), "--data", data]
     findings = check(*words, cwd=tmp_path)
     said = [(finding["word"], finding["row"]) for finding in findings]
@@ -342,7 +343,7 @@ def test_first_answer_comes_first(tmp_path):
 SPOILS = """\
 import os
 
-open(os.environ["CHECK_LOG"] + "/rank0.jsonl", "a").write("nonsense\\n")
+open(os.environ["CHECK_LOG"] + "/rank0.trace", "a").write("cnonsense\\nx\\n.")
 """
 
 

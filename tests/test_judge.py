@@ -416,13 +416,15 @@ def test_data_of_each_rank():
 
 
 # ---- One process alone ---------------------------------------------------------------
-def alone_with(more, right=True, wrong=False, order="rank by rank", two=None):
+def alone_with(
+    more, right=True, wrong=False, order="rank by rank", two=None, rows=None
+):
     """What is said of one process with the rows of both ranks and these fields."""
     two = two or run_of(ranks_of())
     steps = replay_of(two.steps, **{"weights": table(), **more})
     for s, theirs in zip(steps, zip(*two.steps)):
-        rows = sum([other.inputs for other in theirs], [])
-        s.fetched = [dataclasses.replace(s.fetched[0], ids=rows, rows=rows)]
+        ids = sum([other.inputs for other in theirs], [])
+        s.fetched = [dataclasses.replace(s.fetched[0], ids=ids, rows=rows or ids)]
     verdict = compare.Verdict(20, 20 * right, different=wrong or None)
     answer = first.First(two, Samples(two), True, first.Replayed(verdict, None, order))
     return lines(alone.judge_alone(run_of([steps]), answer, 1e-5))
@@ -436,6 +438,8 @@ def test_one_process_alone():
     # Accumulation with a loss that compares samples: the replay could not judge it.
     assert alone_with(off, right=False) == [*batch, "note alone differs"]
     assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
+    assert alone_with(off, right=False, rows=[7]) == [*batch, "note alone differs"]
+    assert alone_with(off, rows=[7]) == batch  # made otherwise, such as padded further
     assert alone_with(off | {"norms": True}, right=False) == batch
     assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
     # Excuses are those of the replay.

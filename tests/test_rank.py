@@ -509,6 +509,21 @@ except ValueError:
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 train(optimizer), train(optimizer)
 assert steps() == 2 and watcher.depth == 0
+def closure():
+    if steps() == 2 and not failed:
+        failed.append(True)
+        raise ValueError
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    return loss
+failed = []
+try:
+    optimizer.step(closure)
+except ValueError:
+    pass
+optimizer.step(closure), optimizer.step(closure)
+assert failed and steps() == 4 and watcher.depth == 0
 """
 NESTED_STEP = """
 class Outer(torch.optim.Optimizer):

@@ -66,15 +66,15 @@ def judge_alone(run, answer, limit):
     far, where = compare.drift(steps, limit)
     if where is None:
         return [*found, line("ok", "alone weights", off=far)]
-    # The same rows, and nothing random: then the first gradient must be the same.
+    # The same samples, and nothing random: then the first gradient must be the same.
     if any(step.draws or step.norms for step in steps):
-        return found
-    rows = one.of(0, "rows")[0]
-    if not rows or Counter(rows) != Counter(two.of_all("rows")[0]):
         return found
     if not answer.right or answer.replayed.order == "in turn":
         # In turn, it has had the batches of the ranks. Alone, it makes others.
         return [*found, line("note", "alone differs", off=far, first=where)]
+    rows = one.of(0, "rows")[0]
+    if not rows or Counter(rows) != Counter(two.of_all("rows")[0]):
+        return found
     # Its loader gave the same rows, so it is no excuse that others came out behind it.
     context = compare.Context("rank by rank", True, known=set())
     ranks = [of_rank[0] for of_rank in two.run.steps]

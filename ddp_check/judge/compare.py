@@ -260,7 +260,8 @@ def is_padded(ranks, one, context):
     if one.padded:
         return (
             "The ranks pad rows to different lengths. One process must pad them "
-            "further, and the value to pad with is a guess."
+            "further, and the value to pad with is a guess. Pad in collate_fn to a "
+            "length that all ranks share."
         )
     return ""
 

@@ -6,8 +6,6 @@ the next one begins belong to it: Muon with AdamW, or those in hooks of backward
 What a loader yields, or a generator draws, after the first of them belongs to the next.
 """
 
-import dataclasses
-
 import torch.distributed as dist
 
 from ddp_check import trace
@@ -37,7 +35,6 @@ class Steps:
         self.weights = w.Weights(self.reference.shapes if self.reference else {})
         self.now, self.ended = trace.Step(0), None
         self.together = 0  # steps in which the ranks do something together
-        self.written = None  # what was last written of a step
         self.forget_step()
 
     def forget_step(self):
@@ -168,10 +165,7 @@ class Steps:
         step.bits = dict(self.weights.bits)
         step.finite = all(map(is_finite, self.weights.values.values()))
         notes(step)
-        record = dataclasses.asdict(step)
-        if record != self.written:
-            self.written = record
-            self.writer.write(step)
+        if self.writer.write(step):
             self.keep("bits", step.number, step.bits)
 
     def close(self, notes, lines, every):

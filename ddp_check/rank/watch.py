@@ -42,6 +42,7 @@ class Watcher:
         self.draws = Draws(self.see_draw, self.see_collective, self.see_order)
         self.loaders = Loaders(self, cast, self.steps.replay)
         self.depth = 0  # of optimizers: one may call another one's step()
+        self.outer = None  # the one that makes a step, or has made the last one
         self.has_gradients = True  # the step that is made has no closure
         self.modules = 0  # that are in their forward(), or in backward()
         self.evaluated = None  # the module that was called in eval() mode
@@ -86,6 +87,7 @@ class Watcher:
     def stop(self):
         self.draws.paused = True
         self.depth = self.modules = 10**6
+        self.outer = None
         self.steps.stop()
 
     @contextlib.contextmanager
@@ -172,9 +174,12 @@ class Watcher:
         self.draws.sets_up = False
 
     def before_step(self, optimizer, args, kwargs):
+        if optimizer is self.outer:  # it cannot call itself: its last step has failed
+            self.depth = 0
         self.depth += 1
         if self.depth > 1:
             return
+        self.outer = optimizer
         closures = [*args[1:], kwargs.get("closure")]
         self.has_gradients = all(closure is None for closure in closures)
         self.counts = w.can_change_weights(optimizer)
