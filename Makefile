@@ -97,6 +97,7 @@ recipe: $(R:%=recipes/%.diff) ## R=fsdp2 OUT=my_train.py: write ddp_train.py wit
 	@cat $^ | patch -s -r - --no-backup-if-mismatch $(OUT) || { rm $(OUT); exit 1; }
 
 figures: .venv/.tests ## draw docs/same_curve.svg from runs on the CPU: a minute
+	$(PIP) matplotlib==3.11.2
 	$(VENV_PYTHON) benchmarks/figures.py
 
 clean: ## remove what setup and tests made; checkpoints stay

@@ -403,6 +403,12 @@ def test_samples():
     assert own_order == ["ok samples", "note whole epoch", "note order"]
     assert samples_of(lambda rank, step, i: 1) == ["note no samples", "note order"]
 
+    def filled_up(rank, step, i):
+        """Of five batches, the first one comes again, so that each rank has three."""
+        return 2 * ((2 * (step % 3) + rank) % 5) + i
+
+    assert samples_of(filled_up, 9, epoch=3) == ["ok samples", "note order"]
+
 
 def test_data_of_each_rank():
     steps = ranks_of()

@@ -299,7 +299,7 @@ def missing(one):
     if not one.steps[0]:
         return "One process makes no step."
     if "cut" in one.marks():
-        return "The ranks had more than is recorded (1 GiB)."
+        return "The ranks had more than is recorded (3 GiB on each)."
     return "One process makes fewer steps."
 
 

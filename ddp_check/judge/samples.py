@@ -83,8 +83,11 @@ class Samples:
         return None if total == chance else (common - chance) / (total - chance)
 
     def share_in_epoch(self, steps, kind="ids"):
-        """The share of rank 0's first epoch that is in rank 1's. None: too few."""
-        epochs = [set(sum(self.of(rank, kind)[:steps], [])) for rank in (0, 1)]
+        """The share of rank 0's first epoch that is in rank 1's. None: too few.
+
+        Without its last step, which samplers fill up with the first samples.
+        """
+        epochs = [set(sum(self.of(rank, kind)[: steps - 1], [])) for rank in (0, 1)]
         return len(epochs[0] & epochs[1]) / len(epochs[0]) if epochs[0] else None
 
 
