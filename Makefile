@@ -96,7 +96,7 @@ recipe: $(R:%=recipes/%.diff) ## R=fsdp2 OUT=my_train.py: write ddp_train.py wit
 	@cp ddp_train.py $(OUT)
 	@cat $^ | patch -s -r - --no-backup-if-mismatch $(OUT) || { rm $(OUT); exit 1; }
 
-figures: .venv/.tests ## draw docs/same_curve.svg from runs on the CPU: a minute
+figures: .venv/.tests ## draw docs/same_curve.png from runs on the CPU: a minute
 	$(PIP) matplotlib==3.11.2
 	$(VENV_PYTHON) benchmarks/figures.py
 
