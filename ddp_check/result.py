@@ -103,7 +103,9 @@ class Run:
 
 # ---- What a launch said --------------------------------------------------------------
 def is_library(frame):
-    return re.search("site-packages|lib/python|<frozen", frame) or PACKAGE in frame
+    return (
+        re.search(r"site-packages|lib/python|<frozen|\.pyx", frame) or PACKAGE in frame
+    )
 
 
 def in_collective(frames):
@@ -133,6 +135,10 @@ def traceback_of(text):
         prefix, found, _ = line.partition("Traceback (most recent call last)")
         if not found:
             continue
+        while prefix and not any(
+            x.startswith(f"{prefix}  File") for x in lines[i + 1 :]
+        ):
+            prefix = prefix[1:]  # a progress bar stands before it
         own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
         end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
@@ -154,7 +160,7 @@ def first_traceback(text):
         mine = [frame for frame in frames if not is_library(frame)]
         return "".join([*(mine or frames)[-1:], error]).rstrip()
     lines = words or [line for line in text.splitlines() if line.strip()]
-    faults = [line for line in lines if re.search(r"\berror\b", line, re.I)]
+    faults = [line for line in lines if re.search(r"\berror\b.*\w", line, re.I)]
     return "\n".join(faults[:1] or lines[-6:])
 
 
@@ -163,4 +169,4 @@ def own_words(text):
     ends = r"^(.*Traceback \(|Fatal Python error|Current thread|Thread 0x|Stack \()"
     words = re.split(ends, text, maxsplit=1, flags=re.MULTILINE)[0]
     words = re.sub(r".*Warning: .*\n(  .*\n)?", "", words)
-    return [line for line in words.splitlines() if line.strip()]
+    return [line for line in words.splitlines() if re.search(r"\w", line)]

@@ -33,6 +33,10 @@ help: {hint}{why}
 bad: not judged: everything else. A launch takes longer than {timeout} s
 help: It was still computing. Use fewer steps (--steps 20), a smaller model or less
      data, or raise --timeout.
+[ends early] hangs
+bad: rank {rank} ends after {made} steps, and the others wait for it
+help: All ranks need the same number of batches, and must stop together.
+help: {why}
 [fails] hangs
 bad: it fails after {steps} steps: {error}
 help: {why}
@@ -110,8 +114,8 @@ help: {share:.0%} of rank 0's samples are on rank 1, too. Is that intended, as i
      repeated augmentation?
 [no samples]
 bad: not judged: whether the ranks train on different samples
-help: The samples do not change from step to step, or no DataLoader and no module in
-     train() mode gets any.
+help: The samples do not change from step to step, or the data set makes others each
+     time, or no DataLoader and no module in train() mode gets any.
 [whole epoch] samples
 bad: the ranks have samples in common in an epoch
 help: {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank go through
@@ -140,7 +144,7 @@ help: So they drop the same units, or add the same noise, though their samples d
 ok: {ranks} ranks: the gradient is that of one process with the same samples in {same}
      of {steps} steps: {off:.0e}
 bad: {ranks} ranks: the gradient is not that of one process with the same samples:
-     {off:.0e} off in step {first}
+     {off:.0e} off in step {step}
 help: {scale} Is the loss a mean over the samples, not a sum, and not a mean over
      something else (tokens, pixels)? Does it compare samples with each other? Does
      everything that has weights run through the DDP object?
@@ -149,12 +153,13 @@ bad: {ranks} ranks: from step {first} on, the gradient is not that of one proces
      the same samples: {off:.0e} off
 help: {scale} The steps before are right. Does each rank update something from its own
      samples (a queue, a codebook, a running mean)? Is the loss a mean over what ranks
-     may have unequal numbers of (tokens, boxes)? Or does a branch begin here?
+     may have unequal numbers of (tokens, boxes)? Does a branch begin here? Or does it
+     count steps, of which one process has more?
 [buffers] gradients
 bad: {ranks} ranks: these buffers follow each rank's own samples: {names}
 help: From step {first} on, the gradient is not that of one process with the same
-     samples: {off:.0e} off. DDP replaces buffers by rank 0's in the next forward().
-     Compute them from the samples of all ranks.
+     samples: {off:.0e} off. Unless broadcast_buffers=False, DDP replaces buffers by
+     rank 0's in the next forward(). Compute them from the samples of all ranks.
 [buffers differ] gradients
 bad: these buffers differ between ranks: {names}
 help: The gradients do not show it, but only rank 0's are saved.
@@ -232,7 +237,7 @@ help: {detail} Does it skip batches in each epoch, or take the number of steps f
 [begin] resume
 bad: launched again, it starts from weights that it never had
 help: Is everything loaded on all ranks, before DDP is made? Is it saved in half
-     precision?
+     precision, or an average of the weights (EMA) in their place?
 [all lost] resume
 bad: it starts over, and loses all steps: {lost}
 [lost] resume

@@ -135,7 +135,6 @@ class Step:
     tensor_parallel: bool = False
     # What a replay could not do in this step, each a sentence. It excuses this step.
     problems: list = dataclasses.field(default_factory=list)
-    padded: bool = False  # a replay has padded rows with a value that is a guess
     # In a replay: torch calls whose numbers were the same on all ranks, or not.
     alike: list = dataclasses.field(default_factory=list)
     different: list = dataclasses.field(default_factory=list)
@@ -152,6 +151,7 @@ class Step:
 class End:
     """The script has come to its end on this rank, or was cut off by `steps`."""
 
+    failed: bool = False  # by an exception
     lines_run: list = dataclasses.field(default_factory=list)
     lines: list = dataclasses.field(default_factory=list)  # all lines with code
 

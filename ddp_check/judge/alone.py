@@ -21,7 +21,9 @@ def any_number_of_ranks(launcher, report, numbers, answer):
     if alone:
         report.say(*judge_alone(runs[0], answer, compare.LIMITS[launcher.float64]))
     for run in runs[alone:]:
-        if not run.trained:
+        if run.ended_well and not all(run.steps):
+            report.say(line("note", "no step", what=f"{run.ranks} ranks"))
+        elif not run.trained:
             row = "hang" if run.hangs else "fails"
             report.say(line("WRONG", row, **run.words()))
         elif answer.right:

@@ -68,7 +68,8 @@ class Verdict:
     same: int = 0
     off: float = 0.0  # the largest distance of those that are the same
     first: int | None = None  # the first step that is different
-    different: Different | None = None
+    different: Different | None = None  # the one that says most, in the step `step`
+    step: int | None = None
     reason: str = ""  # why most of the others were excused
     uneven: tuple | None = None  # (step, rows of the ranks, distance)
 
@@ -90,7 +91,11 @@ def summarize(verdicts):
             verdict.off = max(verdict.off, one.distance)
         elif isinstance(one, Different):
             if not verdict.wrong:
-                verdict.first, verdict.different = number, one
+                verdict.first = number
+            # A factor says what is wrong, though it may not show in the first step.
+            known = verdict.wrong and verdict.different.factor is not None
+            if not verdict.wrong or (not known and one.factor is not None):
+                verdict.step, verdict.different = number, one
         else:
             reasons[one.reason] += 1
             if one.rows and verdict.uneven is None:
@@ -241,7 +246,11 @@ def no_loader(ranks, one, context):
 def batched_again(ranks, one, context):
     """One process got samples that the ranks had, but not in this step."""
     mine = {row for step in ranks for row in step.parts}
-    if any(row in context.known for row in one.parts if row not in mine):
+    others = {row for row in one.parts if row not in mine} & context.known
+    fetched = {row for step in ranks for f in step.fetched for row in f.parts}
+    if others and others <= fetched:
+        return "One process picks other rows of the batches than the ranks."
+    if others:
         return (
             "The batches are made again behind the DataLoader, and one process makes "
             "others of the same samples."
@@ -256,16 +265,6 @@ def filled_up(ranks, one, context):
     return ""
 
 
-def is_padded(ranks, one, context):
-    if one.padded:
-        return (
-            "The ranks pad rows to different lengths. One process must pad them "
-            "further, and the value to pad with is a guess. Pad in collate_fn to a "
-            "length that all ranks share."
-        )
-    return ""
-
-
 # (the excuse, whether it also explains a gradient that is exactly some times as large)
 EXCUSES = [
     (has_problems, False),
@@ -276,7 +275,6 @@ EXCUSES = [
     (no_loader, False),
     (batched_again, False),
     (filled_up, False),
-    (is_padded, False),
 ]
 
 
@@ -377,7 +375,7 @@ def explain(table, limit):
     for name, row in counted.items():
         # What is left if the right one, times this factor, is taken away.
         rest = row.aa - row.ab**2 / row.bb if row.bb else math.inf
-        if rest <= limit**2 * max(row.aa, row.bb):
+        if rest <= limit**2 * row.aa:
             factors[name] = row.ab / row.bb
     away = distance(table)
     best = []

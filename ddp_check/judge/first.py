@@ -75,7 +75,10 @@ def first_launch(launcher, report):
         return None
     # A rank that has failed may leave the other one waiting.
     failed = "Traceback" in run.said.get("errors", "")
-    if not run.ended_well and (failed or not run.hangs):
+    missing = re.match(
+        "(ModuleNotFound|Import|FileNotFound)Error", run.words()["error"]
+    )
+    if not run.ended_well and (failed or not run.hangs) and not missing:
         launcher.float64 = False
         report.title("It fails: again, in float32")
         again = with_gpus(launcher, report, record(launcher, "2-ranks-float32"))
@@ -149,6 +152,8 @@ def judge_run(run):
     if run.ended_well and any(run.steps) and not all(run.steps):
         one, two = map(len, run.steps[:2])
         return [line("WRONG", "steps", one=one, two=two)], False, False
+    if not run.ended_well and ends_early(run):
+        return [ends_early(run)], False, False
     if not run.ended_well:
         row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
         return [line("WRONG", row, **run.words())], False, False
@@ -156,7 +161,8 @@ def judge_run(run):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    first = next((a.number for a, b in zip(one, two) if a.bits != b.bits), None)
+    pairs = [(a.number, of_model(a), of_model(b)) for a, b in zip(one, two)]
+    first = next((number for number, a, b in pairs if a != b), None)
     if trains_together(run):
         found.append(line("ok", "alone"))
     else:
@@ -188,13 +194,29 @@ def judge_run(run):
     found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
     if any(step.sharded for step in one):
         return [*found, line("note", "sharded")], True, False
-    pairs = list(zip(one, two))[first or 0 :]
-    again = next((a.number for a, b in pairs if a.bits == b.bits), None)
+    again = next((number for number, a, b in pairs[first or 0 :] if a == b), None)
     if first is not None and again is not None:
         found.append(line("note", "weights meet", first=first, again=again))
     elif same or not joins:
         found.append(judge(first is None, "weights", first=first))
     return found, True, same and first is None
+
+
+def of_model(step):
+    """Of its weights. If an optimizer has others, each rank may have a shard."""
+    named = {n: v for n, v in step.bits.items() if not n.startswith("parameter ")}
+    return named or step.bits
+
+
+def ends_early(run):
+    """A rank that has come to its end, while others wait for it."""
+    ends = [of_rank.end for of_rank in run.traces]
+    early = [rank for rank, end in enumerate(ends) if end and not end.failed]
+    waits = run.hangs or "by peer" in run.words()["error"]
+    if not waits or not early or len(early) == run.ranks:
+        return None
+    values = {"rank": early[0], "made": len(run.steps[early[0]])}
+    return line("WRONG", "ends early", **run.words() | values)
 
 
 def not_finite(run):
@@ -259,18 +281,22 @@ def replay(launcher, report, run, samples, order=""):
     orders = [order] if order else ["rank by rank", "row by row"]
     for order in orders:
         results.append(replay_in_order(launcher, report, run, samples, order))
+        if results[-1].verdict.right:
+            break
         calls = [r.steps[0][0].backwards for r in (run, results[-1].one) if r.steps[0]]
         if order == "rank by rank" and calls[1:] == [run.ranks * calls[0]] != [0]:
             # Gradient accumulation that is divided by the number of ranks
             results = [replay_in_order(launcher, report, run, samples, "in turn")]
             break
-        if not results[-1].verdict.wrong:  # or not judged, which no order changes
-            break
-    best = results[-1]
-    if best.verdict.wrong:
-        best = min(results, key=lambda result: result.verdict.different.distance)
+    best = min(results, key=lambda result: rank_of(result.verdict))
     report.say(*judge_gradients(best.verdict, run))
     return best
+
+
+def rank_of(verdict):
+    """Right is best. What one order excuses, another one does not accuse."""
+    off = verdict.different.distance if verdict.wrong else 0
+    return not verdict.right, verdict.wrong, off
 
 
 def replay_in_order(launcher, report, run, samples, order):
@@ -308,6 +334,7 @@ def judge_gradients(verdict, run):
     if verdict.wrong:
         different = verdict.different
         values |= {"off": different.distance, "first": verdict.first}
+        values |= {"step": verdict.step}
         factor = different.factor and round(different.factor, 6)
         values |= {"scale": str(different), "factor": factor}
         values |= {"weights": different.names}

@@ -108,6 +108,8 @@ def judge_resume(two, run, again, cut):
         return [line("WRONG", "stopped", action=action, **run.words())]
     if made != expected[: len(made)]:
         return [line("note", "random", what="how it continues")]
+    if not made:  # it goes on from what another launch has saved
+        return [line("note", "no step", what="how it continues")]
     if len(made) == len(expected) and run.name == "stop":
         return [line("LOSES", "signal")]
     if not again.ended_well:
@@ -163,15 +165,18 @@ def judge_rest(two, again, done):
     if inputs and first is not None and not drawn and min(inputs) <= first:
         return [line("WRONG", "other samples", first=min(inputs))]
     found = []
-    if who or (inputs and first is not None and drawn):
+    # Generators beside torch's, whose old numbers it does not get again
+    others = any(a.other_draws != b.other_draws for _, (a, b) in pairs)
+    unsure = first is not None and (others or inputs and drawn)
+    if who or others or unsure:
         names = " and ".join(f"rank {rank}" for rank in who or range(two.ranks))
         alike = noises(*steps[:2], str.__eq__) and not noises(*rest[:2], str.__eq__)
         then = "The rest was compared with the old ones." if first is None else ""
-        if first is not None and inputs:
+        if unsure:
             then = "So the samples differ, and the rest was not judged."
         text = " Now both ranks draw the same." if alike else ""
         found = [line("note", "other noise", who=names, same=text, then=then)]
-        if first is not None and inputs:
+        if unsure:
             return found
     if first is None and not all(same) and not all(map(compare.covers, steps)):
         return [*found, line("note", "left out", what="how it continues")]

@@ -1,5 +1,6 @@
 """Which samples the ranks train on: a table, sample -> the (rank, step) that had it."""
 
+import itertools
 from collections import Counter
 
 from ddp_check.rows import judge, line
@@ -15,6 +16,12 @@ def trained_on(steps):
     return [k for k, n in uses.items() if n["trains"] >= max(1, n["evaluates"])]
 
 
+def samples_in(fetch, kind):
+    """Indices are those of one data set, and a script may have several."""
+    found = getattr(fetch, kind)
+    return [(fetch.key[0], index) for index in found] if kind == "ids" else found
+
+
 class Samples:
     """Those of a run. kind: they are known by "ids", "rows" or "inputs"."""
 
@@ -25,7 +32,8 @@ class Samples:
         self.kind = "inputs"  # what a module gets
         for kind in ("rows", "ids"):  # batches of a loader, or their indices
             known = all(any(self.of(rank, kind)) for rank in range(run.ranks))
-            if known and (kind == "rows" or len(set(self.data)) == 1):
+            same = len(set(self.data)) == 1 and -1 not in self.data
+            if known and (kind == "rows" or same):
                 self.kind = kind
 
     def of(self, rank, kind=None):
@@ -36,7 +44,16 @@ class Samples:
             return [step.inputs for step in steps]
         keys = set(self.keys[rank])
         mine = [[fetch for fetch in s.fetched if fetch.key in keys] for s in steps]
-        return [[x for f in fetched for x in getattr(f, kind)] for fetched in mine]
+        of_steps = [sum([samples_in(f, kind) for f in fetched], []) for fetched in mine]
+        # A loader may fetch ahead. If its rows enter the model as they are, it is known
+        # in which step.
+        rows = [row for fetched in mine for f in fetched for row in f.rows]
+        inputs = [row for step in steps for row in step.inputs]
+        samples = sum(of_steps, [])
+        if inputs and rows[: len(inputs)] == inputs and len(samples) == len(rows):
+            entering = iter(samples)
+            return [list(itertools.islice(entering, len(s.inputs))) for s in steps]
+        return of_steps
 
     def of_all(self, kind=None):
         """For each step, those of all ranks."""
@@ -52,21 +69,27 @@ class Samples:
 
     def first_epoch(self):
         """The number of steps in the first iteration of the loader, if it has ended."""
-        keys = self.keys[0]
-        if not keys or (len(keys) == 1 and len({loader for loader, _ in keys}) == 1):
-            return None
+        second = self.iterations()[1:2]
         for number, step in enumerate(self.run.steps[0]):
-            if any(fetch.key == keys[1] for fetch in step.fetched):
+            if any(fetch.key in second for fetch in step.fetched):
                 return number or None
         return None
+
+    def iterations(self):
+        """The keys of rank 0's epochs: of the first loader, or of new ones for each."""
+        keys = self.keys[0]
+        first = [key for key in keys if key[0] == keys[0][0]]
+        return first if len(first) > 1 else keys
 
     def table(self, kind=None):
         """{sample: how often each (rank, step) had it}, of two ranks."""
         table = {}
         for rank in (0, 1):
             for step, rows in enumerate(self.of(rank, kind)):
-                for row in rows:
-                    table.setdefault(row, Counter())[rank, step] += 1
+                for row, count in Counter(rows).items():
+                    # Equal rows in a step are no samples, but such as a noise level.
+                    if count == 1 or (kind or self.kind) != "inputs":
+                        table.setdefault(row, Counter())[rank, step] = count
         return table
 
     def share_in_step(self, kind=None):
@@ -101,6 +124,8 @@ def judge_samples(samples):
         of_inputs = samples.share_in_step("inputs")
         if enter * run.ranks <= loaded * 1.05 or of_inputs is None:
             share = of_inputs  # each rank takes its share of the batch by itself
+    if -1 in samples.data and (samples.share_in_step("ids") or 0) >= 0.2:
+        share = None  # the same indices, but the data set makes other samples each time
     if share is None:
         found.append(line("note", "no samples"))
     elif 0.2 <= share < 0.9:
@@ -116,7 +141,7 @@ def judge_samples(samples):
             if len(set(sum(samples.of(0)[:steps], []))) > 2:
                 found.append(line("note", "whole epoch", share=in_epoch))
     elif in_epoch is not None and in_epoch < 0.2:
-        if all(samples.data) and len(set(samples.data)) > 1:
+        if min(samples.data) > 0 and len(set(samples.data)) > 1:
             found.append(line("note", "own data"))
     found += judge_order(samples)
     marks = run.marks()
@@ -130,8 +155,16 @@ def judge_order(samples):
     epochs = {}
     for step in samples.run.steps[0]:
         for fetch in step.fetched:
-            epochs.setdefault(fetch.key, []).append(tuple(fetch.ids))
-    epochs = [epochs[key] for key in samples.keys[0]]
+            if fetch.rows:
+                epochs.setdefault(fetch.key, []).append(fetch)
+    keys = samples.iterations()
+    # Of several data sets, the same indices may be of other samples.
+    kinds = ("ids", "rows") if len({loader for loader, _ in keys}) > 1 else ("ids",)
+    epochs = [
+        [[x for kind in kinds for x in getattr(fetch, kind)] for fetch in epochs[key]]
+        for key in keys
+        if key in epochs
+    ]
     epochs = [epoch for epoch in epochs if sum(map(len, epoch)) > 1]
     rows = samples.of(0)
     for steps in range(2, len(rows) // 2 + 1):

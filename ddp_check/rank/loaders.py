@@ -51,7 +51,7 @@ class Loaders:
         with self.listener.fetching():
             iterator = iterate(loader)
             data = fingerprint(loader) if key[1] == 0 else 0
-        return Batches(self, key, iterator, data)
+        return Batches(self, key, iterator, data, loader.batch_sampler is not None)
 
     def give(self, key):
         for batch in self.replay.give(key):
@@ -84,8 +84,9 @@ class Loaders:
 class Batches:
     """What iter(loader) returns: its batches, which are recorded."""
 
-    def __init__(self, loaders, key, iterator, data):
+    def __init__(self, loaders, key, iterator, data, batches):
         self.loaders = loaders
+        self.batches = batches  # whether an index is one of a sample
         self.key = key
         self.iterator = iterator
         self.indices = vars(iterator).setdefault("check_indices", deque())
@@ -114,16 +115,22 @@ class Batches:
             chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
             if all(index is not None for index in chosen):
                 fetch.ids = [zlib.crc32(repr(index).encode()) for index in chosen]
-        self.loaders.see_batch(fetch, batch, len(fetch.ids))
+        self.loaders.see_batch(fetch, batch, len(fetch.ids) if self.batches else 0)
         return batch
 
 
 def fingerprint(loader):
-    """A checksum of sample 0, with fixed seeds. Ranks with the same data agree."""
+    """A checksum of sample 0, with fixed seeds. Ranks with the same data agree.
+
+    -1 if it is another one each time, and 0 if there is none.
+    """
     if not hasattr(loader.dataset, "__getitem__"):
         return 0
-    with seeded(0):
-        try:
-            return sum(map(checksum, tensors_in(loader.dataset[0])))
-        except Exception:  # a data set may raise anything
-            return 0
+    sums = set()
+    for _ in range(2):
+        with seeded(0):
+            try:
+                sums.add(sum(map(checksum, tensors_in(loader.dataset[0]))))
+            except Exception:  # a data set may raise anything
+                return 0
+    return sums.pop() if len(sums) == 1 else -1

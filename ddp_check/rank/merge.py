@@ -11,11 +11,19 @@ from torch import nn
 
 from ddp_check.rank.tensors import checksum, entries_of, tensors_in
 
+# Problems, of which each excuses a difference.
+PADDED = (
+    "rows that are padded to different lengths, since the value to pad with is a guess "
+    "(pad in collate_fn to a length that all ranks share)"
+)
+CHOSEN = (
+    "torch.{}(), which may draw numbers of rows: those in a larger batch are a guess"
+)
+
 
 @dataclasses.dataclass
 class Notes:
     problems: list = dataclasses.field(default_factory=list)  # sentences
-    padded: bool = False  # with a value that is a guess
     alike: set = dataclasses.field(default_factory=set)  # calls with the same numbers
     different: set = dataclasses.field(default_factory=set)
 
@@ -73,7 +81,11 @@ class Merge:
             if is_list_of_samples(parts, rows, stacked, top=not path):
                 return type(first)(self.in_order([list(part) for part in parts]))
             return type(first)(columns(range(min(map(len, parts)))))
-        if any(part != first for part in parts):
+        try:
+            same = all(part == first for part in parts)
+        except RuntimeError:  # of an object that holds tensors
+            same = False
+        if not same:
             kind = type(first).__name__
             text = f"batches with a value of type {kind}, which cannot be joined"
             self.notes.problems.append(text)
@@ -88,10 +100,10 @@ class Merge:
                 )
             return first
         dim = 0  # the dimension along which there are as many rows as samples
-        if first.dim() > 1 and first.shape[0] != rows[0] > 0:
-            if all(p.shape[1] == n for p, n in zip(parts, rows)):
+        if first.shape[0] != rows[0] > 0:
+            if first.dim() > 1 and all(p.shape[1] == n for p, n in zip(parts, rows)):
                 dim = 1
-            elif stacked:  # they may hold numbers of samples, as boxes do
+            elif stacked:  # they may hold numbers of samples, as boxes and offsets do
                 text = f"a batch of {rows[0]} has a tensor of {list(first.shape)}"
                 self.notes.problems.append(f"{text}, which may hold sample numbers")
         if all(map(counts_through_rows, parts)):
@@ -124,7 +136,7 @@ class Merge:
         value = self.paddings[path]
         if value is None:
             value = guess_padding(parts, dim)
-            self.notes.padded = True
+            self.notes.problems.append(PADDED)
         sizes = [max(sizes) for sizes in zip(*[part.shape for part in parts])]
         padded = []
         for part in parts:
@@ -140,9 +152,11 @@ class Merge:
         its own high, and what it has drawn.
         """
         if None in draws:
-            if torch.is_grad_enabled():  # or else it does not belong to the step
-                text = f"torch.{name}() is drawn more often than on the ranks"
-                self.notes.problems.append(text)
+            text = f"torch.{name}(), which some ranks or one process draw more often"
+            self.notes.problems.append(text)
+            return None
+        if name.startswith("rrelu"):  # it returns its output, not what it has drawn
+            self.notes.problems.append(f"torch.{name}(), which keeps what it draws")
             return None
         highs, parts = zip(*draws)
         shape = like.shape
@@ -155,10 +169,14 @@ class Merge:
             )
             return None
         if high and high == sum(highs) and len(parts) > 1:  # numbers of rows
+            if name.startswith("randint"):
+                self.notes.problems.append(CHOSEN.format(name))
             moved = [
                 n[part.long()] for n, part in zip(numbered(self.order, highs), parts)
             ]
             parts = [n.to(part.dtype) for n, part in zip(moved, parts)]
+        if name == "multinomial":
+            self.notes.problems.append(CHOSEN.format(name))
         for exact in (True, False):  # False: rows that were padded to other lengths
             for d in range(len(shape)):
                 sizes = [[*shape[:d], part.shape[d], *shape[d + 1 :]] for part in parts]
@@ -191,9 +209,16 @@ def numbered(order, sizes):
 
 
 def counts_through_rows(tensor):
-    """Whether row 1 of [rows, n, ...] has numbers from n on, row 2 from 2 n on, ..."""
-    if tensor.is_floating_point() or tensor.dim() < 2 or min(tensor.shape[:2]) < 2:
+    """Whether row 1 of [rows, n, ...] has numbers from n on, row 2 from 2 n on, ...
+
+    Or whether [n] has each number below n.
+    """
+    if tensor.is_floating_point() or min(tensor.shape[:2]) < 2:
         return False
+    if tensor.dim() == 1:
+        return len(tensor) >= 4 and bool(
+            (tensor.sort()[0] == torch.arange(len(tensor))).all()
+        )
     rows = tensor.flatten(1) // tensor.shape[1]
     return bool((rows == torch.arange(len(rows))[:, None]).all())
 

@@ -9,6 +9,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 from torch.utils.data import dataloader
@@ -18,6 +19,8 @@ PRIVATE = {
     "next indices": (dataloader._BaseDataLoaderIter, "_next_index"),
     "load a tensor": (torch._utils, "_rebuild_tensor"),
     "optimize TorchScript": (torch._C, "_set_graph_executor_optimize"),
+    "is of torch.func": (torch._C._functorch, "is_functorch_wrapped_tensor"),
+    "without dispatch modes": (_python_dispatch, "_disable_current_modes"),
     "without modes": (torch._C, "DisableTorchFunction"),
     "unscale": (torch.amp.GradScaler, "_unscale_grads_"),
     "accelerator": (torch._C, "_get_accelerator"),

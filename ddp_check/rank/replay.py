@@ -38,14 +38,21 @@ class Reference:
 
     # ---- Where a relaunch starts
     def find_offset(self, bits):
-        """Sets the first step before which weights had all of these bits."""
+        """Sets the step before which weights had all of these bits.
+
+        Of several in a row it is the last: a rate of 0 has changed nothing. But those
+        from before the first step have done none.
+        """
         starts = {name: checksum(value) for name, value in self.starts.items()}
+        self.offset = None
         for place in range(self.steps):
             state = starts | self.ranks[0].get("bits", place - 1, {})
             if bits and bits <= set(state.values()):
                 self.offset = place
+            elif self.offset is not None:
                 return
-        self.offset = None
+            if self.offset == 0:
+                return
 
     # ---- Comparisons
     def values_before(self, place):
@@ -58,10 +65,10 @@ class Reference:
             self.before += 1
         return self.values
 
-    def compare(self, place, gradients, unclipped, changed, weights):
+    def compare(self, place, gradients, unclipped, changes, weights):
         """Of a step: tables of Comparisons, for Step.gradients and the three after it.
 
-        changed: {name: (before, after)}. weights: at the end of the step.
+        changes: {name: what the step has added}. weights: at the end of the step.
         """
         known = self.shapes.items()
         names = [n for n, s in known if n in weights and s == tuple(weights[n].shape)]
@@ -72,16 +79,14 @@ class Reference:
 
         their_unclipped = self.first.values("unclipped", place)
         both = bool(their_unclipped) and bool(unclipped)
-        before, after = self.values_before(place), self.first.values("after", place)
-        theirs = {n: after[n] - before[n] for n in names if n in after}
-        mine = {n: b - a for n, (a, b) in changed.items() if a is not None}
-        changes = table(theirs, mine)
-        end, starts = self.values_before(place + 1), self.starts
+        before, starts = dict(self.values_before(place)), self.starts
+        end = self.values_before(place + 1)
+        moved = {n: end[n] - before[n] for n in names if end[n] is not before[n]}
         theirs = {n: end[n] - starts[n] for n in names}
         return (
             table(self.first.values("gradient", place), gradients),
             table(their_unclipped, unclipped) if both else {},
-            changes,
+            table(moved, changes),
             table(theirs, {n: weights[n] - starts[n] for n in names}),
         )
 
@@ -120,7 +125,7 @@ class Replay(Reference):
     def add_notes(self, step):
         """What could not be done in this step, and so on."""
         notes = self.merge.take_notes()
-        step.problems, step.padded = notes.problems, notes.padded
+        step.problems = notes.problems
         step.alike, step.different = sorted(notes.alike), sorted(notes.different)
 
     # ---- Batches

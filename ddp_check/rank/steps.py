@@ -6,13 +6,15 @@ the next one begins belong to it: Muon with AdamW, or those in hooks of backward
 What a loader yields, or a generator draws, after the first of them belongs to the next.
 """
 
+import sys
+
 import torch.distributed as dist
 
 from ddp_check import trace
 from ddp_check.rank import weights as w
 from ddp_check.rank.record import Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
-from ddp_check.rank.tensors import checksum, is_finite
+from ddp_check.rank.tensors import checksum
 
 
 class Steps:
@@ -41,7 +43,7 @@ class Steps:
         """What is known of the step that an optimizer has ended."""
         self.optimizers = []  # that have ended it
         self.gradients, self.unclipped = {}, {}  # by the names of the weights
-        self.changed = {}  # by optimizers: (before, after)
+        self.changes = {}  # what has been added to them
 
     def keep(self, kind, key, value):
         if self.recording:
@@ -69,7 +71,7 @@ class Steps:
             self.weights.set({n: starts[n] for n in names if n in starts})
         values = {name: self.weights.values[name] for name in names}
         bits = {name: self.weights.bits[name] for name in names}
-        finite = all(map(is_finite, values.values()))
+        finite = self.weights.are_finite(names)
         self.writer.write(trace.Start(self.now.number, bits, finite))
         for name, value in values.items():
             self.keep("start", name, value)
@@ -125,8 +127,7 @@ class Steps:
             if names:
                 self.ended.rates[names[0]] = float(group.get("lr", 0))
         changed = self.weights.look(self.weights.named)
-        for name, (old, new) in changed.items():
-            self.changed[name] = self.changed.get(name, (old,))[0], new
+        self.add_changes(changed)
         self.keep("options", call, w.options_of(optimizer))
         self.keep("after", call, {name: new for name, (_, new) in changed.items()})
         if self.replay:
@@ -134,23 +135,30 @@ class Steps:
             self.weights.set(self.replay.first.get("after", call, {}))
         self.write(notes)
 
-    def finish(self, notes):
+    def add_changes(self, changed):
+        for name, (old, new) in changed.items():
+            if old is not None:
+                self.changes[name] = self.changes.get(name, 0) + (new - old)
+
+    def finish(self, notes, look=True):
         """The step is over: what has changed the weights since the optimizers?
 
         Join gives each rank the weights of the last one, which no step has made.
+        look: whether what has changed them belongs to the step.
         """
         step = self.ended
         if step is None or self.writer is None:
             return
         final = {}
-        if "join" not in step.marks:
+        if look and "join" not in step.marks:
             # One rank by itself may come here: it cannot look at what is sharded.
             changed = self.weights.look(self.weights.plain_ones())
             final = {name: new for name, (_, new) in changed.items()}
+            self.add_changes(changed)
         if final:
             self.keep("final", (step.number, 0), final)
         if step.place >= 0:
-            seen = self.gradients, self.unclipped, self.changed
+            seen = self.gradients, self.unclipped, self.changes
             tables = self.reference.compare(step.place, *seen, self.weights.values)
             step.gradients, step.unclipped, step.changes, step.weights = tables
         if self.replay and step.place >= 0:
@@ -163,17 +171,22 @@ class Steps:
         """Of the step that has ended. It is written anew if something has changed."""
         step = self.ended
         step.bits = dict(self.weights.bits)
-        step.finite = all(map(is_finite, self.weights.values.values()))
+        step.finite = self.weights.are_finite(self.weights.values)
         notes(step)
         if self.writer.write(step):
             self.keep("bits", step.number, step.bits)
 
     def close(self, notes, lines, every):
-        self.finish(notes)
+        # One rank may put averages into its model, to save them. But local SGD ends
+        # with an all-reduce.
+        step = self.ended
+        together = step and self.now.floats_reduced >= step.gradient_values > 0
+        self.finish(notes, look=together)
         if self.recording:
             self.recording.close()
         if self.writer:
-            self.writer.write(trace.End(lines, every))
+            failed = hasattr(sys, "last_value")
+            self.writer.write(trace.End(failed, lines, every))
         self.stop()
 
     def stop(self):

@@ -26,7 +26,7 @@ from ddp_check.rank import weights as w
 from ddp_check.rank.draws import Draws
 from ddp_check.rank.generators import Generators, state_of
 from ddp_check.rank.loaders import Loaders
-from ddp_check.rank.patch import wrap
+from ddp_check.rank.patch import private, wrap
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import checksum, checksums_of_buffers, rows_of, tensors_in
 
@@ -50,6 +50,8 @@ class Watcher:
         self.optimizers = []
         self.groups = set()  # of the DDP objects: see run.forget_everything()
         self.last = trace.Fetch(())  # the batch that came last
+        self.since = {}  # loader: its last batch since the last backward()
+        self.rows = 0  # that modules got since then
         self.batches = 0
         self.marks = set()
         self.address = self.outside = ""
@@ -185,6 +187,8 @@ class Watcher:
         self.counts = w.can_change_weights(optimizer)
         if self.counts:
             self.note_generators()
+            if self.has_gradients and not self.step.backwards:
+                self.uses_batches()  # by autograd.grad(), say
             if any(one is optimizer for one in self.steps.optimizers):
                 self.begin()  # without a forward() or backward() that was seen
             with self.own_work():
@@ -276,6 +280,8 @@ class Watcher:
 
     def see_outermost(self, module, inputs):
         weights = list(module.parameters())
+        if any(map(private("is of torch.func"), [*weights, *tensors_in(inputs)])):
+            return  # it has no values of its own
         grad = torch.is_grad_enabled()
         trains = grad and module.training
         if trains and self.has_gradients:
@@ -292,19 +298,41 @@ class Watcher:
             self.steps.now.tensor_parallel |= w.shares_samples(module, weights)
             if trains:  # in eval() mode it may be an evaluation
                 samples, parts = rows_of(tensors_in(inputs))
+                self.rows += len(samples)
                 self.steps.now.inputs += samples
                 self.steps.now.parts += parts
 
     def see_backward(self, backward, *args, **kwargs):
         self.begin(self.evaluated)
         self.step.backwards += 1
-        self.last.trains = True
+        if self.steps.replay:
+            args = (self.as_on_a_rank(args[0]), *args[1:])
+        self.uses_batches()
         self.draws.end_turn()
         self.modules += 1  # layers that are computed again are not outermost
         try:
             return backward(*args, **kwargs)
         finally:
             self.modules -= 1
+
+    def uses_batches(self):
+        """To train: the last one, and those of other loaders, as of unlabeled data."""
+        self.last.trains = True
+        for fetch in self.since.values():
+            fetch.trains |= not fetch.evaluates
+        self.since.clear()
+        self.rows = 0
+
+    def as_on_a_rank(self, loss):
+        """A rank may divide its sum by a fixed number: that of its own rows.
+
+        One process with the rows of all ranks would divide by the same number.
+        """
+        ranks = len(self.steps.replay.ranks)
+        if torch.is_tensor(loss) and self.rows:
+            if any(abs(scale * self.rows - ranks) < 1e-6 for scale in scales_of(loss)):
+                return loss / ranks
+        return loss
 
     # ---- Batch norm
     def see_batch_norm(self, norm, *args, **named):
@@ -359,7 +387,7 @@ class Watcher:
     def fetched(self, fetch, batch, rows):
         if self.steps.now.number == 0 and not self.steps.now.fetched:
             self.steps.now.other_draws.clear()  # the set-up has drawn them
-        self.last = fetch
+        self.last = self.since[fetch.key[0]] = fetch
         self.steps.now.fetched.append(fetch)
         if batch is not None:
             place = *fetch.key, self.batches
@@ -390,3 +418,18 @@ class Watcher:
         source = self.steps.replay or self.steps.relaunch
         with self.own_work():
             return source and source.draw(step, key, number, turn, result, high)
+
+
+def scales_of(loss):
+    """What a sum is multiplied by to make the loss, such as 1/16 in loss.sum() / 16."""
+    found, node = [], loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        with private("without dispatch modes")():
+            other = node._saved_other
+            number = float(other) if other is not None and other.numel() == 1 else 0
+        if number == 0:
+            break
+        found.append(1 / number if node.name() == "DivBackward0" else number)
+        node = node.next_functions[0][0]
+    is_sum = node is not None and node.name().startswith("SumBackward")
+    return found if is_sum or getattr(node, "_saved_reduction", 0) == 2 else []

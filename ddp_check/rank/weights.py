@@ -3,7 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_check.rank.tensors import checksum, whole
+from ddp_check.rank.tensors import checksum, is_finite, whole
 
 # What wrappers put into the names of the weights: the first ones only at the front.
 AT_FRONT = "module", "_forward_module"
@@ -100,6 +100,11 @@ class Weights:
                 changed[name] = self.values.get(name), value.clone()
                 self.bits[name], self.values[name] = bits, changed[name][1]
         return changed
+
+    def are_finite(self, names):
+        """But for those that are not trained, such as a mask of -inf."""
+        trained = [name for name in names if self.named[name].requires_grad]
+        return all(is_finite(self.values[name]) for name in trained)
 
     def plain_ones(self):
         """Those that are not sharded: one rank by itself may look at them."""
