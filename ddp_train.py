@@ -8,12 +8,12 @@
 torchrun starts one process per GPU, called a rank; their number is the world size. Each
 rank has the whole model, and trains on its own share of each batch. During backward(),
 DistributedDataParallel (DDP) averages the gradients over the ranks. So every optimizer
-takes the same step, and the copies of the model stay equal. examples/idea.py does the
-same in 40 lines: read it first.
+takes the same step, and the copies of the model stay equal. The README shows this in
+less than 30 lines: read it first.
 
-The mark "DDP:" is where the ranks communicate. All of them must get there, and in the
-same order. If one does not, the others wait for it: look at these lines when a run
-hangs.
+The mark "DDP:" is where the ranks communicate, and so does each function that "all
+ranks call". All of them must get there, and in the same order. If one does not, the
+others wait for it: look at these lines when a run hangs.
 
 --batch_size is per rank. One step trains on batch_size * accum * world size samples,
 the global batch: on twice as many ranks, halve --batch_size. Then the training is the
@@ -22,12 +22,13 @@ batch norm and losses that compare samples with each other.
 
 The same command resumes; another --out starts a new run. Ctrl-C and SIGTERM save first;
 torchrun then prints a traceback of its own. If one rank fails, all end: look for the
-first error, or at torchrun's "Root Cause".
+first error, or at torchrun's "Root Cause". After a timeout, that may be a rank which
+only waited.
 
 It needs Linux, Python 3.10, torch 2.9 and numpy. For a new project, replace the
-sections MODEL and DATA, and name its options in the lists that are in capitals. For a
-script of your own, put this file beside it, `import ddp_train as ddp`, and use the
-PIECES. Two rules:
+sections MODEL and DATA, and name its options in MAY_DIFFER, MUST_NOT_CHANGE, ABOVE_ZERO
+and FRACTIONS. For a script of your own, put this file beside it, `import ddp_train as
+ddp`, and use the PIECES. Two rules:
   1. Never call what "all ranks call" under `if rank == 0`: the others would wait. All
      ranks need the same number of steps, too.
   2. Whatever decides what happens next (a stop, a learning rate, a best score) must be
@@ -250,13 +251,14 @@ def train(args, device):
     while step < last_step:
         sampler.set_epoch(epoch, done)  # a new order, the same on all ranks
         batches = iter(loader)
+        # To the end of this epoch, or to last_step.
         for _ in range(min(last_step - step, (n - done) // global_batch)):
             if step % eval_every == 0:  # first, so that a resumed run evaluates, too
                 validate()
             if not results:
                 began = time.perf_counter()
             # For dropout: each rank draws its own. A checkpoint needs no random state,
-            # because a resumed run draws the same in this step.
+            # because a resumed run draws the same in this step. (Workers draw others.)
             seed_all("step", args.seed, step, rank)
             progress = get_progress(args, step, epoch, done, n, global_batch)
             set_learning_rate(optimizer, peaks, progress, args.warmup)
@@ -267,7 +269,7 @@ def train(args, device):
 
             stopped_by = stop.requested()  # the same answer on all ranks
             saving = stopped_by or step == last_step
-            # A save before each evaluation, because that may take long, or fail.
+            # Save before each evaluation, above: it may take long, or fail.
             saving = saving or step % args.save_every == 0 or step % eval_every == 0
             if saving or step % args.log_every == 0:
                 check_together(results, model)  # first, so that no NaN is saved
@@ -396,9 +398,10 @@ def distributed(device="auto", timeout=600):
         dist.barrier()
     except BaseException as error:
         failed = dist.get_world_size() > 1
-        get_error_handler().record_exception(error)  # for torchrun's summary
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             error.code = f"error: rank {dist.get_rank()}: {error.code}"
+        else:
+            get_error_handler().record_exception(error)  # for torchrun's summary
         if failed:
             signal.alarm(30)
             for number in STOP_SIGNALS:  # torchrun will send SIGTERM
@@ -435,7 +438,8 @@ def init_distributed(device="auto", timeout=600):
         device = f"cuda:{index}"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        # NCCL sends GPU tensors, gloo CPU tensors: those never wait for a busy GPU.
+        # NCCL sends GPU tensors. Small numbers go as CPU tensors, by gloo: it does not
+        # wait for a busy GPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         if os.environ["RANK"] == "0":
             place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
@@ -572,7 +576,7 @@ def check_together(results, model):
     names = [*dict(model.named_parameters()), "the gradient"]
     norms = [weight.detach().float().norm() for weight in model.parameters()]
     norms = [*torch.stack(norms).tolist(), float(results[-1]["grad_norm"])]
-    for name, *of_ranks in zip(names, *all_gather(norms)):
+    for name, *of_ranks in zip(names, *all_gather(norms)):  # on rank 0, rank 1, ...
         # "not <=" instead of ">", because comparisons with NaN are False.
         if not all(abs(x - of_ranks[0]) <= 1e-6 * of_ranks[0] for x in of_ranks):
             sys.exit(f"the ranks differ, or are not finite: norm of {name}: {of_ranks}")

@@ -1,4 +1,4 @@
-"""The idea of data-parallel training, in 40 lines, on GPUs or on the CPU.
+"""The idea of data-parallel training, in 47 lines, on GPUs or on the CPU.
 
 torchrun --standalone --nproc_per_node=2 examples/idea.py
 """

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,12 @@ def test_flat_tensors_may_hold_places_in_others(merge):
     part = torch.tensor([1, 0]), torch.arange(5), torch.tensor([0, 3])
     merge.batch([part, (1 - part[0], *part[1:])], [2, 2])
     assert "[5], which may hold sample numbers" in merge.take_notes().problems[0]
+
+
+def test_arrays_of_numpy_are_joined(merge):
+    parts = [(numpy.full((2, 3), i), numpy.full(2, i)) for i in (0.0, 1.0)]
+    x, y = merge.batch(parts, [2, 2])
+    assert x.shape == (4, 3) and y.tolist() == [0, 0, 1, 1]
 
 
 def test_objects_that_hold_tensors_are_not_joined(merge):

@@ -281,10 +281,12 @@ def replay(launcher, report, run, samples, order=""):
     orders = [order] if order else ["rank by rank", "row by row"]
     for order in orders:
         results.append(replay_in_order(launcher, report, run, samples, order))
-        if results[-1].verdict.right:
+        verdict = results[-1].verdict
+        if verdict.right:
             break
         calls = [r.steps[0][0].backwards for r in (run, results[-1].one) if r.steps[0]]
-        if order == "rank by rank" and calls[1:] == [run.ranks * calls[0]] != [0]:
+        divides = calls[1:] == [run.ranks * calls[0]] != [0]
+        if order == "rank by rank" and divides and not verdict.wrong:
             # Gradient accumulation that is divided by the number of ranks
             results = [replay_in_order(launcher, report, run, samples, "in turn")]
             break

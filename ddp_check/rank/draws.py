@@ -9,7 +9,7 @@ from ddp_check.rank.generators import state_of
 from ddp_check.rank.patch import TorchDispatchMode
 from ddp_check.rank.tensors import checksum, entries_of
 
-MOST_DRAWS = 100  # in a step, without gradients
+MOST_DRAWS = 1000  # in a step, without gradients
 REDUCES = "allreduce", "all_reduce", "reduce_scatter", "_reduce_scatter"
 
 

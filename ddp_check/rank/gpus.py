@@ -305,14 +305,16 @@ class OnCpu(TorchFunctionMode):
         super().__init__()
         self.gpus = gpus
         self.is_cuda = torch.Tensor.is_cuda.__get__
+        self.pid = os.getpid()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         args = list(args)
         kwargs = dict(kwargs or {})
         if name == "__get__" and function == self.is_cuda:
-            # Of every tensor: nobody knows which of them the script has moved.
-            return args[0].device.type == "cpu"
+            # Of every tensor: nobody knows which of them the script has moved. A worker
+            # of a loader has no GPU.
+            return args[0].device.type == "cpu" and os.getpid() == self.pid
         if name == "get_device":
             return self.gpus.current_device()
         if name == "pin_memory":

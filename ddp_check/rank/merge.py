@@ -63,6 +63,9 @@ class Merge:
         first = parts[0]
         if torch.is_tensor(first):
             return self.join_tensors(parts, rows, stacked, path)
+        if is_array(first) and first.dtype.kind in "biuf":  # of numpy
+            parts = [torch.as_tensor(part) for part in parts]
+            return self.join_tensors(parts, rows, stacked, path).numpy()
 
         def columns(names):
             for name in names:
@@ -223,19 +226,23 @@ def counts_through_rows(tensor):
     return bool((rows == torch.arange(len(rows))[:, None]).all())
 
 
+def is_array(value):
+    return torch.is_tensor(value) or type(value).__name__ == "ndarray"
+
+
 def rows_in(value):
     """How many rows a part of a batch has, or None."""
     if isinstance(value, Mapping) and value:
         return rows_in(next(iter(value.values())))
-    if torch.is_tensor(value):
-        return len(value) if value.dim() else None
+    if is_array(value):
+        return len(value) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
 def has_rows(value, count, depth=2):
     """Whether it is a tensor or a list of so many rows, or lists of such ones."""
-    if torch.is_tensor(value):
-        return value.dim() > 0 and len(value) == count
+    if is_array(value):
+        return value.ndim > 0 and len(value) == count
     if depth == 0 or not isinstance(value, (Mapping, list, tuple)):
         return False
     entries = [has_rows(entry, count, depth - 1) for entry in entries_of(value)]

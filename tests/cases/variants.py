@@ -1,0 +1,77 @@
+# The same training, written in other ways.
+# case: zipped | ok gradient
+# case: averaged | ok alone; ok gradient
+# case: fixed | ok gradient
+# case: fixed-global | WRONG gradient factor=0.5
+# case: by-hand | ok gradient
+# case: by-hand twice | WRONG gradient factor=2
+# case: functional | ok gradient
+# case: flat | note not replayed
+# case: masked | ok gradient
+from common import *
+from torch.func import functional_call, grad
+
+
+def reduce(tensor, divisor=size):
+    """The sum over the ranks, divided by their number."""
+    dist.all_reduce(tensor)
+    tensor /= divisor
+
+
+def flatten(samples):
+    """As for nn.EmbeddingBag: all in one row, and where each begins."""
+    values = torch.cat([x for x, _ in samples])
+    return values, 8 * torch.arange(len(samples))
+
+
+def set_gradients(x, y):
+    """Without backward(), and without DDP."""
+    if case == "functional":
+        named = dict(model.named_parameters())
+        found = grad(lambda named: mse(functional_call(model, named, (x,)), y))(named)
+        gradients = found.values()
+    else:
+        gradients = torch.autograd.grad(mse(model(x), y), weights)
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+        reduce(gradient, 1 if "twice" in sys.argv else size)
+
+
+def loss_of(x, y, u):
+    if case.startswith("fixed"):  # a mean over the samples of a rank, which has 16
+        return mse(wrapped(x), y, reduction="sum") / (16 if case == "fixed" else 32)
+    if case == "flat":
+        x = torch.stack([x[begin : begin + 8] for begin in y])
+        y = x.sin()
+    if case == "zipped":
+        both = wrapped(torch.cat([x, u]))
+        return mse(both[: len(x)], y) + both[len(x) :].square().mean()
+    return mse(wrapped(x), y)
+
+
+dist.init_process_group("gloo")
+model = mlp()
+weights = list(model.parameters())
+if case == "masked":  # such as a causal mask
+    model.mask = nn.Parameter(torch.full((2, 2), -torch.inf), requires_grad=False)
+optimizer = torch.optim.SGD(weights, 0.1)
+alone = case in ("averaged", "by-hand", "functional")
+wrapped = model if alone else DistributedDataParallel(model)
+batch_size = 16 if case.startswith("fixed") else 32 // size
+options = {"sampler": sampler, "collate_fn": flatten if case == "flat" else None}
+loader = DataLoader(dataset, batch_size, **options)
+others = TensorDataset(torch.randn(320, 8))
+unlabeled = DataLoader(others, batch_size, sampler=DistributedSampler(others))
+for epoch in (0, 1):
+    sampler.set_epoch(epoch)
+    for (x, y), (u,) in zip(loader, unlabeled):
+        optimizer.zero_grad()
+        if case in ("by-hand", "functional"):
+            set_gradients(x, y)
+        else:
+            loss_of(x, y, u).backward()
+        optimizer.step()
+        if case == "averaged":
+            for weight in weights:
+                reduce(weight.data)
+dist.destroy_process_group()
