@@ -154,6 +154,9 @@ class End:
     failed: bool = False  # by an exception
     lines_run: list = dataclasses.field(default_factory=list)
     lines: list = dataclasses.field(default_factory=list)  # all lines with code
+    problems: list = dataclasses.field(
+        default_factory=list
+    )  # of a step that never ends
 
 
 class Writer:

@@ -322,6 +322,9 @@ def replay_in_order(launcher, report, run, samples, order):
 
 def missing(one):
     """Why one process has not made a step."""
+    end = one.traces[0].end
+    if not one.ended_well and end and end.problems:
+        return f"One process cannot get what the ranks had: {end.problems[0]}."
     if not one.ended_well:
         return f"One process fails: {one.words()['error'].rstrip('.')}."
     if not one.steps[0]:

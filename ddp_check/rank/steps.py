@@ -186,7 +186,8 @@ class Steps:
             self.recording.close()
         if self.writer:
             failed = hasattr(sys, "last_value")
-            self.writer.write(trace.End(failed, lines, every))
+            problems = self.replay.merge.notes.problems if self.replay else []
+            self.writer.write(trace.End(failed, lines, every, problems))
         self.stop()
 
     def stop(self):
