@@ -78,6 +78,7 @@ EXCEPTIONS = {
     "[weight{.detach()": "memory: tolist() does not need it",
     "{float(row[name])": "torch.tensor() takes one-element tensors, too",
     ', {float(results[-1]["grad_norm"])': "a GPU: a tensor would come with its device",
+    'seed_all({"step"': "any word that is not one of the others",
     "{weights_only=True -> nothing": "torch's default since 2.6",
     "{non_blocking=True": "speed, with a GPU",
     "os._exit({1 -> 2}) # the rank": "any code but 0",
