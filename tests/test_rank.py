@@ -19,7 +19,7 @@ from ddp_check.rank.merge import Merge, known_padding, numbered
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
-from ddp_check.rank.tensors import checksum, comparison, rows_of
+from ddp_check.rank.tensors import checksum, comparison, rows_of, sums_in
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
 from harness import launch, processes
 
@@ -146,6 +146,16 @@ def test_objects_that_hold_tensors_are_not_joined(merge):
 
     merge.batch([Batch(torch.ones(2)), Batch(torch.zeros(2))], [2, 2])
     assert "type Batch, which cannot be joined" in merge.take_notes().problems[0]
+
+
+def test_what_a_sum_is_multiplied_by():
+    """If it is 1 / 16, and a rank has 16 samples, the loss is a mean over these."""
+    x, weight = torch.rand(16, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    error, penalty = nn.functional.mse_loss(x, 2 * x, reduction="sum"), weight.sum()
+    assert sums_in(error / 16) == [(1 / 16,)]
+    assert sums_in((error - 0.5 * x.sum()) / 16) == [(1 / 16, 0.5), (1 / 16,)]
+    assert sums_in(error / 16 + penalty) == [(), (1 / 16,)]
+    assert sums_in(x.mean() / 16) == sums_in(penalty * x.mean()) == [()]
 
 
 def test_random_numbers_are_joined(merge):

@@ -115,3 +115,36 @@ def rows_of(tensors):
             sums[i] = zlib.crc32(row, sums[i])
             parts.append(zlib.crc32(row))
     return sum(samples.values(), []), parts
+
+
+def sums_in(loss):
+    """For each term of a loss, what its sum is multiplied by: 1/16 in loss.sum() / 16.
+
+    A term that is no sum, such as a mean, has no factors.
+    """
+    terms, waiting = [], [(loss.grad_fn, ())]
+    while waiting:
+        node, factors = waiting.pop()
+        name = node.name() if node is not None else ""
+        after = [node for node, _ in node.next_functions] if node is not None else []
+        if name in ("AddBackward0", "SubBackward0", "NegBackward0"):
+            waiting += [(one, factors) for one in after if one is not None]
+        elif name in ("DivBackward0", "MulBackward0") and (number := scalar_of(node)):
+            factor = 1 / number if name == "DivBackward0" else number
+            waiting.append((after[0] or after[-1], (*factors, factor)))
+        else:
+            is_sum = name.startswith("SumBackward")
+            is_sum |= getattr(node, "_saved_reduction", 0) == 2
+            terms.append(factors if is_sum else ())
+        if len(terms) + len(waiting) > 100:
+            return []
+    return terms
+
+
+def scalar_of(node):
+    """The number that a tensor was divided or multiplied by, or 0."""
+    with private("without dispatch modes")():
+        for other in (node._saved_other, getattr(node, "_saved_self", None)):
+            if other is not None and other.numel() == 1 and not other.requires_grad:
+                return float(other)
+    return 0

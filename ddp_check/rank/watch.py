@@ -28,7 +28,13 @@ from ddp_check.rank.generators import Generators, state_of
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.patch import private, wrap
 from ddp_check.rank.steps import Steps
-from ddp_check.rank.tensors import checksum, checksums_of_buffers, rows_of, tensors_in
+from ddp_check.rank.tensors import (
+    checksum,
+    checksums_of_buffers,
+    rows_of,
+    sums_in,
+    tensors_in,
+)
 
 
 class Watcher:
@@ -329,10 +335,12 @@ class Watcher:
         One process with the rows of all ranks would divide by the same number.
         """
         ranks = len(self.steps.replay.ranks)
-        if torch.is_tensor(loss) and self.rows:
-            if any(abs(scale * self.rows - ranks) < 1e-6 for scale in scales_of(loss)):
-                return loss / ranks
-        return loss
+        terms = sums_in(loss) if torch.is_tensor(loss) and self.rows else []
+        own = [any(abs(f * self.rows - ranks) < 1e-6 for f in term) for term in terms]
+        if any(own) and not all(own):
+            text = "a loss of which a part is divided by the samples of a rank"
+            self.steps.replay.merge.notes.problems.append(text)
+        return loss / ranks if own and all(own) else loss
 
     # ---- Batch norm
     def see_batch_norm(self, norm, *args, **named):
@@ -418,18 +426,3 @@ class Watcher:
         source = self.steps.replay or self.steps.relaunch
         with self.own_work():
             return source and source.draw(step, key, number, turn, result, high)
-
-
-def scales_of(loss):
-    """What a sum is multiplied by to make the loss, such as 1/16 in loss.sum() / 16."""
-    found, node = [], loss.grad_fn
-    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
-        with private("without dispatch modes")():
-            other = node._saved_other
-            number = float(other) if other is not None and other.numel() == 1 else 0
-        if number == 0:
-            break
-        found.append(1 / number if node.name() == "DivBackward0" else number)
-        node = node.next_functions[0][0]
-    is_sum = node is not None and node.name().startswith("SumBackward")
-    return found if is_sum or getattr(node, "_saved_reduction", 0) == 2 else []

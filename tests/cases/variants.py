@@ -2,6 +2,7 @@
 # case: zipped | ok gradient
 # case: averaged | ok alone; ok gradient
 # case: fixed | ok gradient
+# case: fixed regularized | note not replayed
 # case: fixed-global | WRONG gradient factor=0.5
 # case: by-hand | ok gradient
 # case: by-hand twice | WRONG gradient factor=2
@@ -39,7 +40,9 @@ def set_gradients(x, y):
 
 def loss_of(x, y, u):
     if case.startswith("fixed"):  # a mean over the samples of a rank, which has 16
-        return mse(wrapped(x), y, reduction="sum") / (16 if case == "fixed" else 32)
+        loss = mse(wrapped(x), y, reduction="sum") / (16 if case == "fixed" else 32)
+        penalty = 0.1 * weights[0].square().sum()
+        return loss + penalty if "regularized" in sys.argv else loss
     if case == "flat":
         x = torch.stack([x[begin : begin + 8] for begin in y])
         y = x.sin()
