@@ -35,7 +35,8 @@ help: It was still computing. Use fewer steps (--steps 20), a smaller model or l
      data, or raise --timeout.
 [ends early] hangs
 bad: rank {rank} ends after {made} steps, and the others wait for it
-help: All ranks need the same number of batches, and must stop together.
+help: All ranks need the same number of batches, and must stop together. Does one of them
+     call alone what all must call, such as DDP's forward() in an evaluation?
 help: {why}
 [fails] hangs
 bad: it fails after {steps} steps: {error}

@@ -9,7 +9,7 @@
 # case: zero | WRONG same gpu; ok gradient
 # case: scaler | ok gradient; note global batch one=16 two=32
 #     | alone
-# case: buffers | WRONG fails
+# case: buffers | WRONG ends early rank=1
 # case: sync | ok gradient
 # case: shares | ok gradient
 # case: sums | WRONG gradient first=0 factor=2
