@@ -35,8 +35,8 @@ help: It was still computing. Use fewer steps (--steps 20), a smaller model or l
      data, or raise --timeout.
 [ends early] hangs
 bad: rank {rank} ends after {made} steps, and the others wait for it
-help: All ranks need the same number of batches, and must stop together. Does one of them
-     call alone what all must call, such as DDP's forward() in an evaluation?
+help: All ranks need the same number of batches, and must stop together. Does one of
+     them call alone what all must call, such as DDP's forward() in an evaluation?
 help: {why}
 [fails] hangs
 bad: it fails after {steps} steps: {error}
@@ -182,6 +182,9 @@ bad: one process alone trains to other weights: {off:.0e} apart after step {firs
 help: Its samples in each step are the same. Which of the two is right was not judged.
      Is the loss a mean over all samples of a step, on one process and on two ranks?
      Does it compare samples with each other?
+[alone norms] gradients
+bad: one process alone trains to other weights: {off:.0e} apart after step {first}
+help: Batch norm sees only the rows of its rank. Use nn.SyncBatchNorm, if that matters.
 [global batch] gradients
 ok: one process trains on as many samples a step: {one:.4g}
 bad: {one:.4g} samples a step on one process, {two:.4g} on two ranks: the global batch
@@ -207,7 +210,8 @@ help: {detail} Only rank 0's are saved, and small batches train differently.
 ok: two ranks print the same {pattern} as one process: {two}
 bad: two ranks do not print the {pattern} of one process: {two}, not {one}
 help: The weights were the same. Is each sample counted once? Is the number summed over
-     all ranks? Does it depend on how the samples are split into batches?
+     all ranks? Does it depend on how the samples are split into batches? Is an average
+     of the weights kept on one rank alone?
 [not printed]
 bad: not judged: {pattern}
 help: {reason}
@@ -291,8 +295,6 @@ help: Does the script divide the batch size by the GPUs of one machine?
 [both save] resume
 bad: both machines save {names}
 help: On a shared disk they overwrite each other. Save if dist.get_rank() == 0.
-[lines]
-bad: these lines of {name} did not run on two ranks: {lines}
 [left out]
 bad: not judged, because of a line above: {what}
 """

@@ -33,7 +33,6 @@ class LaunchOptions:
     steps: int = 0  # leave after so many steps; 0: run to the end
     float64: bool = True
     gpus: int = 0  # pretend to have so many GPUs on this machine; 0: none
-    lines: bool = False  # collect which lines of the script run
     probe: bool = False  # leave early if it plainly trains alone for want of a GPU
     record: str = ""  # write the tensors of this launch to this folder
     # Compare each step with the launch that was recorded in this folder, of `ranks`
@@ -152,8 +151,6 @@ class End:
     """The script has come to its end on this rank, or was cut off by `steps`."""
 
     failed: bool = False  # by an exception
-    lines_run: list = dataclasses.field(default_factory=list)
-    lines: list = dataclasses.field(default_factory=list)  # all lines with code
     problems: list = dataclasses.field(
         default_factory=list
     )  # of a step that never ends

@@ -462,7 +462,13 @@ def test_one_process_alone():
     assert alone_with(off, order="in turn") == [*batch, "note alone differs"]
     assert alone_with(off, right=False, rows=[7]) == [*batch, "note alone differs"]
     assert alone_with(off, rows=[7]) == batch  # made otherwise, such as padded further
-    assert alone_with(off | {"norms": True}, right=False) == batch
+    # Each rank evaluates with its own statistics, which is said already, or with one's.
+    own = run_of(ranks_of(norms=True))
+    assert alone_with(off | {"norms": True}, two=own) == batch
+    for s in [*own.steps[0], *own.steps[1]]:
+        s.evaluated = [1]
+    found = alone_with(off | {"norms": True}, two=own)
+    assert found == [*batch, "note alone norms"]
     assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
     # Excuses are those of the replay.
     noise = {"weights": table(1.2), "gradients": table(noise=0.2)}

@@ -256,7 +256,7 @@ def steps(tmp_path):
     steps = Steps(trace.LaunchOptions(record=str(tmp_path)), tmp_path, 0)
     steps.folder = tmp_path
     yield steps
-    steps.close(nothing, [], [])
+    steps.close(nothing)
 
 
 def nothing(step):
@@ -327,7 +327,7 @@ def test_a_step_is_compared_with_that_of_the_reference(steps, tmp_path):
         train(steps, model, optimizer, after=clamp)
         optimizer.zero_grad()
     steps.begin(nothing)
-    steps.close(nothing, [], [])
+    steps.close(nothing)
     other = reference(tmp_path)
     values = steps.weights.values
     gradients = {"weight": torch.full((1, 2), 2.0)}  # they were 1 there

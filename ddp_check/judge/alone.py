@@ -69,8 +69,11 @@ def judge_alone(run, answer, limit):
     if where is None:
         return [*found, line("ok", "alone weights", off=far)]
     # The same samples, and nothing random: then the first gradient must be the same.
-    if any(step.draws or step.norms for step in steps):
+    if any(step.draws for step in steps):
         return found
+    if any(step.norms for step in steps):
+        said = first.judge_norms(two.run, False)
+        return found + [line("note", "alone norms", off=far, first=where)] * (not said)
     if not answer.right or answer.replayed.order == "in turn":
         # In turn, it has had the batches of the ranks. Alone, it makes others.
         return [*found, line("note", "alone differs", off=far, first=where)]
@@ -80,7 +83,7 @@ def judge_alone(run, answer, limit):
     # Its loader gave the same rows, so it is no excuse that others came out behind it.
     context = compare.Context("rank by rank", True, known=set())
     ranks = [of_rank[0] for of_rank in two.run.steps]
-    first = compare.compare_step(ranks, steps[0], limit, context)
-    if isinstance(first, compare.Different):
-        found.append(line("WRONG", "alone weights", off=first.distance))
+    verdict = compare.compare_step(ranks, steps[0], limit, context)
+    if isinstance(verdict, compare.Different):
+        found.append(line("WRONG", "alone weights", off=verdict.distance))
     return found

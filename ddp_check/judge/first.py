@@ -1,7 +1,6 @@
 """The first answer: two ranks, and one process that replays what they had."""
 
 import dataclasses
-import itertools
 import re
 
 from ddp_check.judge import compare
@@ -60,7 +59,7 @@ def first_answer(launcher, report, alone):
         report.say(*judge_masks(run, first.replayed))
     elif not sharded:
         report.say(line("note", "left out", what="the gradients"))
-    report.say(*judge_norms(run, sharded), *judge_lines(run, report.name))
+    report.say(*judge_norms(run, sharded))
     return first
 
 
@@ -129,7 +128,7 @@ def with_gpus(launcher, report, run):
 
 
 def record(launcher, name, **options):
-    return launcher.start(name, record=True, lines=True, **options).end()
+    return launcher.start(name, record=True, **options).end()
 
 
 def reference(run):
@@ -255,23 +254,6 @@ def judge_norms(run, sharded):
     else:
         detail = "No evaluation was seen."
     return [line("note", "batch norm", detail=detail)]
-
-
-def judge_lines(run, name):
-    ends = [of_rank.end for of_rank in run.traces if of_rank.end]
-    ran = {number for end in ends for number in end.lines_run}
-    texts = []
-    lines = sorted({number for end in ends for number in end.lines})
-    for has_run, group in itertools.groupby(lines, ran.__contains__):
-        first, *more = group
-        if not has_run:
-            texts.append(f"{first}-{more[-1]}" if more else f"{first}")
-    if not texts or not ran:
-        return []
-    text = ", ".join(texts[:8])
-    if len(texts) > 8:
-        text += f", and {len(texts) - 8} more"
-    return [line("note", "lines", lines=text, name=name)]
 
 
 # ---- One process with what the ranks had ---------------------------------------------

@@ -18,7 +18,6 @@ import torch
 from ddp_check import trace
 from ddp_check.rank.float64 import cast_everything
 from ddp_check.rank.generators import seed_all
-from ddp_check.rank.lines import Lines
 from ddp_check.rank.patch import MEETS, private, wrap
 from ddp_check.rank.watch import Watcher
 
@@ -50,8 +49,6 @@ def run(words):
     sys.modules["__main__"] = module
     atexit.register(forget_everything, module, watcher)
     atexit.register(watcher.close)
-    if options.lines:
-        watcher.sees_lines(Lines(code, folder / f"lines{rank}"))
     exec(code, vars(module))
 
 

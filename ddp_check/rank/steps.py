@@ -176,7 +176,7 @@ class Steps:
         if self.writer.write(step):
             self.keep("bits", step.number, step.bits)
 
-    def close(self, notes, lines, every):
+    def close(self, notes):
         # One rank may put averages into its model, to save them. But local SGD ends
         # with an all-reduce.
         step = self.ended
@@ -187,7 +187,7 @@ class Steps:
         if self.writer:
             failed = hasattr(sys, "last_value")
             problems = self.replay.merge.notes.problems if self.replay else []
-            self.writer.write(trace.End(failed, lines, every, problems))
+            self.writer.write(trace.End(failed, problems))
         self.stop()
 
     def stop(self):

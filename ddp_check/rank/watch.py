@@ -61,7 +61,6 @@ class Watcher:
         self.batches = 0
         self.marks = set()
         self.address = self.outside = ""
-        self.lines = None
         self.listen()
 
     def listen(self):
@@ -222,9 +221,8 @@ class Watcher:
 
     def close(self):
         """At the end of the script."""
-        ran, every = self.lines.take() if self.lines else ([], [])
         with self.own_work():
-            self.steps.close(self.notes, ran, every)
+            self.steps.close(self.notes)
 
     def forget(self):
         """Let go of what the script has made. Returns the groups of its DDP objects."""
@@ -234,9 +232,6 @@ class Watcher:
         return self.groups
 
     # ---- What the script calls. The first argument is the original.
-    def sees_lines(self, lines):
-        self.lines = lines
-
     def sees_address(self, address):
         self.address = address
 

@@ -2,6 +2,7 @@
 # case ci: own | WRONG buffers names="['0.center']"
 # case: unused | ok gradient; note buffers differ names="['0.center']"
 # case: norm | ok gradient; note batch norm
+# case: norm-sent | ok gradient; ok global batch; note alone norms | alone
 # case: norm-0 | ok gradient; note batch norm
 from common import *
 
@@ -36,6 +37,10 @@ wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 for epoch in range(2):
     train(optimizer, lambda x, y: mse(wrapped(x), y), epochs=[epoch])
+    if case == "norm-sent":  # all ranks evaluate with those of rank 0
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+        evaluate()
     if case == "norm-0" and rank == 0:
         evaluate()
 dist.destroy_process_group()
