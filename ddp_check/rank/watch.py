@@ -228,7 +228,7 @@ class Watcher:
         """Let go of what the script has made. Returns the groups of its DDP objects."""
         self.optimizers.clear()
         self.loaders.known.clear()
-        self.steps.weights.named.clear()
+        self.steps.weights.forget()
         return self.groups
 
     # ---- What the script calls. The first argument is the original.
@@ -287,8 +287,9 @@ class Watcher:
         trains = grad and module.training
         if trains and self.has_gradients:
             self.depth = 0  # only a closure calls it in a step: the last one has failed
-        if weights and not trains:
-            self.last.evaluates = True
+        if weights and not trains:  # its loader may have come to its end already
+            for fetch in (self.last, self.since.get(self.last.key[:1], self.last)):
+                fetch.evaluates = True
         if grad and any(weight.requires_grad for weight in weights):
             if trains:
                 self.begin(module)
@@ -390,9 +391,10 @@ class Watcher:
     def fetched(self, fetch, batch, rows):
         if self.steps.now.number == 0 and not self.steps.now.fetched:
             self.steps.now.other_draws.clear()  # the set-up has drawn them
-        self.last = self.since[fetch.key[0]] = fetch
+        self.last = fetch
         self.steps.now.fetched.append(fetch)
         if batch is not None:
+            self.since[fetch.key[:1]] = fetch
             place = *fetch.key, self.batches
             self.batches += 1
             self.steps.keep("batch", place, (rows, batch, self.draws.turn))

@@ -38,20 +38,23 @@ class Weights:
         self.bits = {}  # name: checksum, at the last look
         self.values = {}  # name: value, at the last look
         self.raw = 0  # weights that are in no module
+        self.whole = None  # an FSDP2 module of which some weights were whole
 
     def see_module(self, module):
         """Returns the names of the weights that are new."""
         weights = module.named_parameters()
         new = [(path, w) for path, w in weights if id(w) not in self.name_of]
         if new and any(hasattr(part, "unshard") for part in module.modules()):
-            # FSDP2 puts whole weights into the places of its own ones for a while.
+            # FSDP2 puts whole weights into the places of its own ones for a while, such
+            # as from an evaluation to the end of the next backward().
+            self.whole = module
             new = [(path, w) for path, w in new if hasattr(w, "device_mesh")]
         parts = module.named_modules() if new else ()
         ddp = {p for p, part in parts if isinstance(part, DistributedDataParallel)}
         return [self.add(plain_name(without_ddp(p, ddp)), w) for p, w in new]
 
     def see_optimizer(self, optimizer):
-        new = []
+        new = self.see_module(self.whole) if self.whole else []
         for weight in weights_of(optimizer):
             if id(weight) not in self.name_of:
                 new.append(self.add(f"parameter {self.raw}", weight))
@@ -105,6 +108,10 @@ class Weights:
         """But for those that are not trained, such as a mask of -inf."""
         trained = [name for name in names if self.named[name].requires_grad]
         return all(is_finite(self.values[name]) for name in trained)
+
+    def forget(self):
+        self.named.clear()
+        self.whole = None
 
     def plain_ones(self):
         """Those that are not sharded: one rank by itself may look at them."""
