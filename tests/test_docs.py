@@ -105,7 +105,7 @@ OF_OTHER_TOOLS = """
     --signal --gpus-per-node --ntasks-per-node --time --partition --cpus-per-task --mem
     --working-dir --runtime-env-json --shutdown-timeout --signals-to-handle --prefix
     --gather-with-grad --local-loss
-    --compare --ranks --link --skip --steps --quick --json --only --local-rank
+    --compare --ranks --link --skip --steps --quick --json --only --local-rank --ema
 """
 
 

@@ -1,5 +1,5 @@
 # A script with a module `check` of its own. It can also be run as a module.
-# case ci: train | ok gradient; note lines lines="9, 30"
+# case ci: train | ok gradient
 import torch
 import torch.distributed as dist
 from torch import nn
