@@ -811,6 +811,21 @@ def test_findings_as_json():
     assert finding["page"] == rows.PAGES["hangs"]
 
 
+BAR = """\
+ 67%|##    | 8/12 [00:08<00:04][rank1]: Traceback (most recent call last):
+[rank1]:   File "/mine.py", line 3, in <module>
+[rank1]:     draw(high)
+[rank1]: ValueError: high <= 0
+"""
+BOX = "╭─ Error ─────────────╮\n│ No such option: --x │\n╰─────────────────────╯\n"
+
+
+def test_an_error_behind_a_progress_bar_or_in_a_box():
+    said = first_traceback(BAR)
+    assert "/mine.py" in said and said.endswith("ValueError: high <= 0")
+    assert "No such option: --x" in first_traceback(BOX)
+
+
 def test_first_traceback():
     text = "[rank1]: Traceback (most recent call last):\n[rank0]: warning\n"
     text += '[rank1]:   File "mine.py", line 1\n[rank1]:     work()\n'
