@@ -1444,6 +1444,18 @@ def test_torchrun_names_the_rank_that_failed_first_and_its_reason(tiny):
     assert re.search(r"rank +: 1 ", cause) and "RuntimeError: boom" in cause
 
 
+def test_only_an_error_with_a_traceback_goes_to_the_summary_of_torchrun(
+    tmp_path, monkeypatch
+):
+    """A user's mistake is one line: it has been printed."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    for error in (SystemExit("no data"), RuntimeError("boom")):
+        with pytest.raises(type(error)), ddp_train.distributed("cpu"):
+            raise error
+        assert file.exists() == isinstance(error, RuntimeError)
+
+
 @processes
 def test_torch_distributed_launch_trains(tiny):
     """It passes --local-rank to the script."""

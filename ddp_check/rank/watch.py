@@ -307,7 +307,7 @@ class Watcher:
     def see_backward(self, backward, *args, **kwargs):
         self.begin(self.evaluated)
         self.step.backwards += 1
-        if self.steps.replay:
+        if self.steps.replay and args:
             args = (self.as_on_a_rank(args[0]), *args[1:])
         self.uses_batches()
         self.draws.end_turn()

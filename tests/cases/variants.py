@@ -9,6 +9,7 @@
 # case: functional | ok gradient
 # case: flat | note not replayed
 # case: masked | ok gradient
+# case: kept | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
 
@@ -77,4 +78,7 @@ for epoch in (0, 1):
         if case == "averaged":
             for weight in weights:
                 reduce(weight.data)
+if case == "kept" and rank == 0:  # such as an average, put into the model to save it
+    for weight in weights:
+        weight.data.zero_()
 dist.destroy_process_group()
