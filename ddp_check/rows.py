@@ -124,16 +124,12 @@ help: {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank go
 [own data] samples
 bad: the ranks have different data, and share its indices
 help: Sample 0 differs between the ranks, so some samples may never be used. Is the data
-     made, sorted or split with a different seed on each rank?
+     made, shuffled or split with another seed on each rank, or without one?
 [order] samples
 ok: each epoch has its own order
 bad: {which} the same order
 help: The same batches come again after {steps} steps. If they should be shuffled: is
      set_epoch() called?
-[unseeded] samples
-bad: it shuffles or splits data before the first step, without a seed
-help: Ranks may draw different splits. Call torch.manual_seed() first, with the same
-     seed on all ranks.
 [masks] samples
 ok: the ranks draw different random numbers (dropout, noise)
 bad: all ranks draw the same random numbers: {names}

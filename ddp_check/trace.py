@@ -137,10 +137,10 @@ class Step:
     # In a replay: torch calls whose numbers were the same on all ranks, or not.
     alike: list = dataclasses.field(default_factory=list)
     different: list = dataclasses.field(default_factory=list)
-    # What has happened so far: "cuda" (asked for one), "seeded", "unseeded" (shuffled
-    # without a seed), "hook" (DDP's communication hook), "wrapped" (a DDP object was
-    # made), "join", "own seed" (the GPUs have one), "shared gpu", "alone" (rank 0 reads
-    # for all ranks), "cut" (the bound of the recording has been reached).
+    # What has happened so far: "cuda" (asked for one), "hook" (DDP's communication
+    # hook), "wrapped" (a DDP object was made), "join", "own seed" (the GPUs have one),
+    # "shared gpu", "alone" (rank 0 reads for all ranks), "cut" (the bound of the
+    # recording has been reached).
     marks: list = dataclasses.field(default_factory=list)
     address: str = ""  # where the script wants the ranks to meet, if not at torchrun's
     outside: str = ""  # a file that it saves outside of its folder

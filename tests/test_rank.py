@@ -20,6 +20,7 @@ from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import checksum, comparison, rows_of, sums_in
+from ddp_check.rank.watch import is_mean_of_rank
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
 from harness import launch, processes
 
@@ -152,10 +153,22 @@ def test_what_a_sum_is_multiplied_by():
     """If it is 1 / 16, and a rank has 16 samples, the loss is a mean over these."""
     x, weight = torch.rand(16, 2, requires_grad=True), torch.ones(2, requires_grad=True)
     error, penalty = nn.functional.mse_loss(x, 2 * x, reduction="sum"), weight.sum()
-    assert sums_in(error / 16) == [(1 / 16,)]
-    assert sums_in((error - 0.5 * x.sum()) / 16) == [(1 / 16, 0.5), (1 / 16,)]
-    assert sums_in(error / 16 + penalty) == [(), (1 / 16,)]
-    assert sums_in(x.mean() / 16) == sums_in(penalty * x.mean()) == [()]
+    assert sums_in(error / 16) == [((1 / 16,), 32)]
+    halves = [((1 / 16, 0.5), 32), ((1 / 16,), 32)]
+    assert sums_in((error - 0.5 * x.sum()) / 16) == halves
+    no_sum = (), 0
+    assert sums_in(error / 16 + penalty) == [((), 2), ((1 / 16,), 32)]
+    assert sums_in(x.mean() / 16) == sums_in(penalty * x.mean()) == [no_sum]
+    classes = nn.functional.nll_loss(x, torch.zeros(16).long(), reduction="sum")
+    assert sums_in(classes) == [((), 16)]
+
+
+def test_a_sum_divided_by_the_rows_or_values_of_a_rank():
+    """Two ranks with 16 rows of 6 values each. One process has the sum of all."""
+    for divisor, is_mean in ((16, True), (96, True), (32, False), (192, False)):
+        assert is_mean_of_rank((1 / divisor,), 192, 32, 2) == is_mean
+    # By the rows of all ranks: with two values in a row, these are as many.
+    assert not is_mean_of_rank((1 / 32,), 64, 32, 2)
 
 
 def test_random_numbers_are_joined(merge):

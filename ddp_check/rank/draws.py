@@ -17,19 +17,17 @@ class Draws(TorchDispatchMode):
     """The mode is on in each launch, so that all compute in the same way.
 
     see_draw(key, number, turn, draw, high, result) and see_collective(floats) are told
-    of each. The first one may return other numbers. see_order(generator) is told of
-    orders that are drawn before there is an optimizer.
+    of each. The first one may return other numbers.
 
     A draw is known by its number among those of the same name in a step. Beside it
     there is its turn, for gradient accumulation: in modules, the calls of backward()
     so far, and its number since the last one; or else its number in the run.
     """
 
-    def __init__(self, see_draw, see_collective, see_order):
+    def __init__(self, see_draw, see_collective):
         super().__init__()
         self.see_draw = see_draw
         self.see_collective = see_collective
-        self.see_order = see_order
         self.sets_up = True  # no optimizer was made yet
         self.paused = False
         self.in_module = 0
@@ -66,12 +64,9 @@ class Draws(TorchDispatchMode):
         generator = generator_in([args, kwargs]) or torch.default_generator
         state = state_of(generator)
         result = function(*args, **kwargs)
-        name = function.overloadpacket.__name__
-        if self.sets_up:
-            if name.startswith("randperm"):
-                self.see_order(generator)
-        elif torch.is_tensor(result) and not hasattr(result, "to_local"):
-            self.draw(name, state, args, result)
+        is_plain = torch.is_tensor(result) and not hasattr(result, "to_local")
+        if is_plain and not self.sets_up:
+            self.draw(function.overloadpacket.__name__, state, args, result)
         return result
 
     def draw(self, name, state, args, result):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import zlib
 from collections.abc import Mapping
 
@@ -118,9 +119,9 @@ def rows_of(tensors):
 
 
 def sums_in(loss):
-    """For each term of a loss, what its sum is multiplied by: 1/16 in loss.sum() / 16.
+    """For each term of a loss: what its sum is multiplied by, and of how many values.
 
-    A term that is no sum, such as a mean, has no factors.
+    (1 / 16,), 96 for x.sum() / 16. A term that is no sum, such as a mean: (), 0.
     """
     terms, waiting = [], [(loss.grad_fn, ())]
     while waiting:
@@ -135,10 +136,17 @@ def sums_in(loss):
         else:
             is_sum = name.startswith("SumBackward")
             is_sum |= getattr(node, "_saved_reduction", 0) == 2
-            terms.append(factors if is_sum else ())
+            terms.append((factors, values_in(node)) if is_sum else ((), 0))
         if len(terms) + len(waiting) > 100:
             return []
     return terms
+
+
+def values_in(node):
+    """How many values it sums."""
+    if hasattr(node, "_saved_target"):  # a loss of torch
+        return node._saved_target.numel()
+    return math.prod(getattr(node, "_saved_self_sym_sizes", (0,)))
 
 
 def scalar_of(node):

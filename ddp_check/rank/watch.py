@@ -24,7 +24,7 @@ from torch.optim import optimizer as optim
 from ddp_check import trace
 from ddp_check.rank import weights as w
 from ddp_check.rank.draws import Draws
-from ddp_check.rank.generators import Generators, state_of
+from ddp_check.rank.generators import Generators
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.patch import private, wrap
 from ddp_check.rank.steps import Steps
@@ -45,7 +45,7 @@ class Watcher:
         self.folder, self.rank, self.gpus = folder, rank, gpus
         self.steps = Steps(options, folder, rank)
         self.generators = Generators()
-        self.draws = Draws(self.see_draw, self.see_collective, self.see_order)
+        self.draws = Draws(self.see_draw, self.see_collective)
         self.loaders = Loaders(self, cast, self.steps.replay)
         self.depth = 0  # of optimizers: one may call another one's step()
         self.outer = None  # the one that makes a step, or has made the last one
@@ -75,7 +75,6 @@ class Watcher:
         for owner, name, mark in (
             (DistributedDataParallel, "register_comm_hook", "hook"),
             (DistributedDataParallel, "__init__", "wrapped"),
-            (torch, "manual_seed", "seeded"),
             (Join, "__enter__", "join"),
         ):
             wrap(owner, name, functools.partial(self.see_mark, mark))
@@ -326,13 +325,13 @@ class Watcher:
         self.rows = 0
 
     def as_on_a_rank(self, loss):
-        """A rank may divide its sum by a fixed number: that of its own rows.
+        """A rank may divide its sum by a fixed number: that of its own rows, or values.
 
         One process with the rows of all ranks would divide by the same number.
         """
         ranks = len(self.steps.replay.ranks)
         terms = sums_in(loss) if torch.is_tensor(loss) and self.rows else []
-        own = [any(abs(f * self.rows - ranks) < 1e-6 for f in term) for term in terms]
+        own = [is_mean_of_rank(*term, self.rows, ranks) for term in terms]
         if any(own) and not all(own):
             text = "a loss of which a part is divided by the samples of a rank"
             self.steps.replay.merge.notes.problems.append(text)
@@ -403,11 +402,6 @@ class Watcher:
     def note_generators(self):
         self.step.other_draws |= self.generators.take()
 
-    def see_order(self, generator):
-        own = state_of(generator) != state_of(torch.default_generator)
-        if not own and "seeded" not in self.marks:
-            self.marks.add("unseeded")
-
     def see_collective(self, floats):
         if self.optimizers and dist.get_world_size() > 1:
             self.step.collectives += 1
@@ -423,3 +417,12 @@ class Watcher:
         source = self.steps.replay or self.steps.relaunch
         with self.own_work():
             return source and source.draw(step, key, number, turn, result, high)
+
+
+def is_mean_of_rank(factors, values, rows, ranks):
+    """Of a sum over the rows of all ranks: whether it is divided by those of one rank.
+
+    If it is divided by the rows of all ranks, their values may be as many as that.
+    """
+    counts = {round(f * n, 6) for f in factors for n in (rows, values)}
+    return ranks in counts and not any(abs(f * rows - 1) < 1e-6 for f in factors)

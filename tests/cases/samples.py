@@ -2,7 +2,7 @@
 # case: same | WRONG samples; note left out
 # case: everything | note whole epoch; ok gradient
 # case: other | note own data; ok gradient
-# case: unseeded | note own data; note unseeded; ok gradient
+# case: unseeded | note own data; ok gradient
 # case: epoch | note order; ok gradient
 # case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
 # case ci: hand | ok gradient; ok masks
