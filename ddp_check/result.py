@@ -63,7 +63,8 @@ class Run:
         text = f"Steps on each rank: {counts}. Exit codes of torchrun: {self.codes}.\n"
         for rank, frames in self.stacks.items():
             text += f"{where(rank, frames)}\n"
-        said = [self.said.get(n, "") for n in ("errors", "rank0.out", "torchrun0")]
+        names = "errors", "rank0.out", "torchrun0"
+        said = [without_colors(self.said.get(name, "")) for name in names]
         if any("Traceback" in words for words in said[:2]):
             said = ["\n".join(said[:2])]  # some scripts print their errors
         for words in said:
@@ -126,11 +127,12 @@ def where(rank, frames):
 def traceback_of(text):
     """(the frames, the error) of the first traceback, or ([], "").
 
-    Each rank may have its own prefix. An error because another rank has ended counts
-    only if there is no other one.
+    Each rank may have its own prefix. Others count only if there is no better one: an
+    error because another rank has ended, or without a line of the script. (While a
+    library handles an error, it may raise another one, which has such a line.)
     """
     lines = text.splitlines()
-    victim = [], ""
+    best = {}
     for i, line in enumerate(lines):
         prefix, found, _ = line.partition("Traceback (most recent call last)")
         if not found:
@@ -144,10 +146,9 @@ def traceback_of(text):
         end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
         if end:
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
-            if "by peer" not in end[0]:
-                return frames, end[0]
-            victim = victim if victim[1] else (frames, end[0])
-    return victim
+            rank = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))
+            best.setdefault(rank, (frames, end[0]))
+    return best[max(best)] if best else ([], "")
 
 
 def first_traceback(text):
@@ -162,6 +163,10 @@ def first_traceback(text):
     lines = words or [line for line in text.splitlines() if line.strip()]
     faults = [line for line in lines if re.search(r"\berror\b.*\w", line, re.I)]
     return "\n".join(faults[:1] or lines[-6:])
+
+
+def without_colors(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def own_words(text):

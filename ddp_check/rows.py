@@ -85,12 +85,17 @@ help: All ranks need the same number of batches. Under Join they may differ, but
 [weights] gradients
 ok: all ranks have the same weights after each step
 bad: the weights of the ranks differ from step {first} on
-help: Is each loss computed with the DDP object, not with the model inside it? Are the
-     learning rates the same on all ranks? Does one rank change weights by itself?
+help: Is each loss computed with the DDP object, not with the model inside it? Is the
+     last forward() or backward() of a step under no_sync()? Are the learning rates the
+     same on all ranks? Does one rank change weights by itself?
 [weights meet]
 bad: the weights of the ranks differ in step {first}, and are the same again in {again}
 help: Is this local SGD, which averages weights now and then? Otherwise look for a step
      that is made under no_sync(), or for weights that one rank changes by itself.
+[own weights]
+bad: not judged: weights that differ between the ranks from the start: {names}
+help: Does each rank have a part of a layer? Otherwise they are not in DDP, and each
+     rank has made them with a seed of its own.
 [same gpu] hangs
 bad: all ranks of a machine use GPU 0
 help: NCCL refuses that: "Duplicate GPU detected". Call
@@ -123,7 +128,7 @@ help: {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank go
      all samples, or shuffle with a seed of its own?
 [own data] samples
 bad: the ranks have different data, and share its indices
-help: Sample 0 differs between the ranks, so some samples may never be used. Is the data
+help: An index means other samples on each rank, so some may never be used. Is the data
      made, shuffled or split with another seed on each rank, or without one?
 [order] samples
 ok: each epoch has its own order
@@ -146,12 +151,13 @@ help: {scale} Is the loss a mean over the samples, not a sum, and not a mean ove
      something else (tokens, pixels)? Does it compare samples with each other? Does
      everything that has weights run through the DDP object?
 [later gradient] gradients
-bad: {ranks} ranks: from step {first} on, the gradient is not that of one process with
-     the same samples: {off:.0e} off
+bad: {ranks} ranks: in step {first} and later ones, the gradient is not that of one
+     process with the same samples: {off:.0e} off
 help: {scale} The steps before are right. Does each rank update something from its own
      samples (a queue, a codebook, a running mean)? Is the loss a mean over what ranks
      may have unequal numbers of (tokens, boxes)? Does a branch begin here? Or does it
-     count steps, of which one process has more?
+     count steps, of which one process has more, unless the batch size is divided by the
+     ranks ({{32}})?
 [buffers] gradients
 bad: {ranks} ranks: these buffers follow each rank's own samples: {names}
 help: From step {first} on, the gradient is not that of one process with the same
@@ -233,8 +239,8 @@ bad: launched again, it fails: {error}
 help: {hint}{why}
 [no rest] resume
 bad: launched again, it makes {made} steps, and {left} were left
-help: {detail} Does it skip batches in each epoch, or take the number of steps for that
-     of epochs?
+help: {detail} Does it skip batches in each epoch, train again on those before the save,
+     or take the number of steps for that of epochs?
 [begin] resume
 bad: launched again, it starts from weights that it never had
 help: Is everything loaded on all ranks, before DDP is made? Is it saved in half

@@ -56,7 +56,7 @@ class Fetch:
     rows: list = dataclasses.field(default_factory=list)  # checksums of the rows
     # Checksums of the rows of each tensor by itself. They stay if a batch is made again
     parts: list = dataclasses.field(default_factory=list)
-    data: int = 0  # checksum of sample 0 of the data set
+    data: int = 0  # checksum of some samples of the data set: loaders.fingerprint()
     trains: bool = False  # a backward() followed it
     evaluates: bool = False  # a module in eval mode or without gradients got it
 
@@ -105,7 +105,8 @@ class Step:
     finite: bool = True
     trained: list = dataclasses.field(default_factory=list)  # weights of its optimizers
     gradient_bits: dict = dataclasses.field(default_factory=dict)  # {weight: checksum}
-    rates: dict = dataclasses.field(default_factory=dict)  # {first weight of group: lr}
+    # {first weight of a group: lr}, in a replay before it gets that of the ranks
+    rates: dict = dataclasses.field(default_factory=dict)
     clipped: bool = False  # clip_grad_norm_() or clip_grad_value_() ran in it
     # Beside the reference, by the name of the weight
     gradients: dict = dataclasses.field(default_factory=dict)  # as the optimizer got it

@@ -47,7 +47,8 @@ def table(factor=1.0, noise=0.0, names=WEIGHTS, **own):
 def step(number, rank=0, **more):
     """A step that is right: its rows are those of this rank, its weights move."""
     mine = [1000 * rank + 4 * number + i for i in range(4)]
-    fetch = Fetch((0, number // 10), ids=mine, rows=mine, parts=mine, trains=True)
+    fetch = Fetch((0, number // 10), ids=mine, rows=mine, parts=mine)
+    fetch.data, fetch.trains = 7, True
     fields = {"bits": {name: number + 1 for name in WEIGHTS}, "trained": [*WEIGHTS]}
     fields |= {"gradient_bits": dict.fromkeys(WEIGHTS, number), "ranks": 2}
     fields |= {"fetched": [fetch], "inputs": mine, "parts": mine, "backwards": 1}
@@ -121,6 +122,8 @@ def test_the_step_that_shows_a_factor_is_named():
     verdict = compare.summarize(compare.compare(recorded, replayed))
     assert (verdict.first, verdict.step) == (0, 1)
     assert verdict.different.factor == pytest.approx(0.5)
+    replayed[1].gradients = table(last=3.0)  # it is right in most weights
+    assert compare.summarize(compare.compare(recorded, replayed)).step == 0
 
 
 def test_distances_are_distances():
@@ -290,7 +293,7 @@ def test_lines_on_gradients():
     same, off = [Same(0)] * 10, [Different(0.3)]
     assert gradient_lines(same) == ["ok gradient"]
     assert gradient_lines(off + same) == ["WRONG gradient"]
-    assert gradient_lines(same + off) == ["WRONG later gradient"]
+    assert gradient_lines(same + off + same) == ["WRONG later gradient"]
     excused = [Excused("It is so.")]
     assert gradient_lines(excused * 9 + off) == ["WRONG gradient"]
     assert gradient_lines(excused) == ["note not replayed"]
@@ -326,6 +329,31 @@ def test_lines_on_two_ranks(fields, expected):
     assert lines(first.judge_run(run_of(ranks_of(**fields)))[0]) == expected
 
 
+def test_a_number_with_an_optimizer_of_its_own_has_half_of_the_steps():
+    run = run_of(ranks_of(marks=["wrapped"]))
+    for s in [*run.steps[0][::2], *run.steps[1][::2]]:
+        s.ddp_forwards = 0
+    assert lines(first.judge_run(run)[0]) == RIGHT[1:]
+
+
+OWN = [
+    ("parameter 0", (0, 0), "WRONG weights"),  # such as log_alpha of SAC
+    ("parameter 0", (1, 2), "ok weights"),  # a part of all weights (ZeRO)
+    ("centers", (1, 2), "note own weights"),  # a part of a layer
+]
+
+
+@pytest.mark.parametrize("name, starts, expected", OWN)
+def test_a_weight_that_differs_from_the_start(name, starts, expected):
+    run = run_of(ranks_of())
+    for rank, (of_rank, start) in enumerate(zip(run.traces, starts)):
+        of_rank.starts.append(Start(0, {name: start}))
+        for s in of_rank.steps:
+            s.bits[name] = start + rank + s.number
+    found, _, same = first.judge_run(run)
+    assert lines(found)[-1] == expected and same == (expected == "ok weights")
+
+
 def test_weights_that_differ():
     run = run_of(ranks_of())
     for s in run.steps[1][7:]:
@@ -339,6 +367,9 @@ def test_weights_that_differ():
     found, goes_on, same = first.judge_run(run)
     assert lines(found) == [*RIGHT[:4], "note weights meet"] and not same
     assert found[-1].values == {"first": 7, "again": 9}
+    for s in [*run.steps[0], *run.steps[1]]:  # also without DDP
+        s.ddp_forwards = 0
+    assert "note weights meet" in lines(first.judge_run(run)[0])
     run = run_of(ranks_of(**FLAG))
     run.steps[1][7].bits["last"] = -1
     assert lines(first.judge_run(run)[0]) == ["WRONG not called"]
@@ -426,6 +457,26 @@ def test_samples():
     assert samples_of(filled_up, 9, epoch=3) == ["ok samples", "note order"]
 
 
+def test_an_epoch_that_was_cut_has_the_order_of_another_one():
+    """--steps may cut it, after more than one batch: the first one may be the same."""
+
+    def repeated(rank, step, i):
+        return 4 * (step % 8) + 2 * i + rank
+
+    assert samples_of(repeated, 12, epoch=8) == ["ok samples", "note order"]
+    assert samples_of(repeated, 9, epoch=8) == ["ok samples"]
+
+
+def test_loaders_have_the_numbers_of_their_rank():
+    """Rank 0 alone evaluates first, with another loader. Both train on the same."""
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            s.fetched[0].key = (1 - rank, s.number // 10)
+            s.fetched[0].ids = [4 * s.number, 4 * s.number + 1]
+    assert lines(judge_samples(Samples(run_of(steps)))[0]) == ["WRONG samples"]
+
+
 def test_data_of_each_rank():
     steps = ranks_of()
     for rank, of_rank in enumerate(steps):
@@ -438,16 +489,31 @@ def test_data_of_each_rank():
 
 # ---- One process alone ---------------------------------------------------------------
 def alone_with(
-    more, right=True, wrong=False, order="rank by rank", two=None, rows=None
+    more,
+    right=True,
+    wrong=False,
+    order="rank by rank",
+    two=None,
+    rows=None,
+    faster=20,
+    counts=20,
 ):
-    """What is said of one process with the rows of both ranks and these fields."""
+    """What is said of one process with the rows of both ranks and these fields.
+
+    faster: the step from which on it has another learning rate. counts: the same of the
+    replay, because a schedule counts its batches.
+    """
     two = two or run_of(ranks_of())
     steps = replay_of(two.steps, **{"weights": table(), **more})
     for s, theirs in zip(steps, zip(*two.steps)):
         ids = sum([other.inputs for other in theirs], [])
         s.fetched = [dataclasses.replace(s.fetched[0], ids=ids, rows=rows or ids)]
+        s.rates = {"first": 0.2 if s.number >= faster else 0.1}
     verdict = compare.Verdict(20, 20 * right, different=wrong or None)
-    answer = first.First(two, Samples(two), True, first.Replayed(verdict, None, order))
+    replayed = first.Replayed(verdict, run_of([replay_of(two.steps)]), order)
+    for s in replayed.one.steps[0]:
+        s.rates = {"first": 0.2 if s.number >= counts else 0.1}
+    answer = first.First(two, Samples(two), True, replayed)
     return lines(alone.judge_alone(run_of([steps]), answer, 1e-5))
 
 
@@ -468,7 +534,8 @@ def test_one_process_alone():
         s.evaluated = [1]
     found = alone_with(off | {"norms": True}, two=own)
     assert found == [*batch, "note alone norms"]
-    assert alone_with({"rates": {"first": 0.2}}) == [*batch, "WRONG rates"]
+    assert alone_with({}, faster=2, counts=2) == [*batch, "WRONG rates"]
+    assert alone_with(off, faster=2) == batch  # a schedule may follow the loss
     # Excuses are those of the replay.
     noise = {"weights": table(1.2), "gradients": table(noise=0.2)}
     assert alone_with(noise) == [*batch, "WRONG alone weights"]
@@ -841,6 +908,16 @@ def test_first_traceback():
     both = "Traceback (most recent call last):\n" * 2
     both += '  File "mine.py", line 3\n    assert x\nAssertionError\n'
     assert first_traceback(both).endswith("assert x\nAssertionError")
+
+
+def test_an_error_while_another_one_is_handled():
+    """The first one is in a library only, as that of a download."""
+    text = "Traceback (most recent call last):\n"
+    text += '  File "/lib/python3/socket.py", line 9, in connect\nOSError: no\n\n'
+    text += "During handling of the above exception, another exception occurred:\n\n"
+    text += 'Traceback (most recent call last):\n  File "mine.py", line 1\n'
+    text += '  File "/lib/python3/urllib.py", line 5\nURLError: no name\n'
+    assert first_traceback(text) == '  File "mine.py", line 1\nURLError: no name'
 
 
 def test_the_scripts_own_words_come_before_a_dump():

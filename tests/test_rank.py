@@ -12,15 +12,16 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ddp_check import trace
 from ddp_check.rank import patch
-from ddp_check.rank.merge import Merge, known_padding, numbered
+from ddp_check.rank.loaders import fingerprint
+from ddp_check.rank.merge import Merge, find_rows, known_padding, numbered
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
-from ddp_check.rank.tensors import checksum, comparison, rows_of, sums_in
-from ddp_check.rank.watch import is_mean_of_rank
+from ddp_check.rank.tensors import checksum, comparison, divisors_in, rows_of, sums_in
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
 from harness import launch, processes
 
@@ -153,22 +154,55 @@ def test_what_a_sum_is_multiplied_by():
     """If it is 1 / 16, and a rank has 16 samples, the loss is a mean over these."""
     x, weight = torch.rand(16, 2, requires_grad=True), torch.ones(2, requires_grad=True)
     error, penalty = nn.functional.mse_loss(x, 2 * x, reduction="sum"), weight.sum()
-    assert sums_in(error / 16) == [((1 / 16,), 32)]
-    halves = [((1 / 16, 0.5), 32), ((1 / 16,), 32)]
+    assert sums_in(error / 16) == [((1 / 16,), (16, 2))]
+    halves = [((1 / 16, 0.5), (16, 2)), ((1 / 16,), (16, 2))]
     assert sums_in((error - 0.5 * x.sum()) / 16) == halves
-    no_sum = (), 0
-    assert sums_in(error / 16 + penalty) == [((), 2), ((1 / 16,), 32)]
+    no_sum = (), ()
+    assert sums_in(error / 16 + penalty) == [((), (2,)), ((1 / 16,), (16, 2))]
     assert sums_in(x.mean() / 16) == sums_in(penalty * x.mean()) == [no_sum]
     classes = nn.functional.nll_loss(x, torch.zeros(16).long(), reduction="sum")
-    assert sums_in(classes) == [((), 16)]
+    assert sums_in(classes) == [((), (16,))]
+
+
+def test_a_layer_that_is_computed_again_is_not_looked_into():
+    """That would compute it once more."""
+    calls = []
+    x = torch.rand(16, 2, requires_grad=True)
+
+    def loss_of(x):
+        calls.append(1)
+        return x.sum() / torch.tensor(16.0)
+
+    loss = torch.utils.checkpoint.checkpoint(loss_of, x, use_reentrant=False)
+    assert sums_in(loss) and len(calls) == 1
+
+
+class Texts(list):
+    def __getitem__(self, i):
+        return float(super().__getitem__(i))
+
+
+def test_the_data_of_a_loader_are_known_by_what_it_makes_of_them():
+    """None of these are tensors before the loader makes them."""
+    texts = [["1", "2", "3", "4"], ["1", "2", "3", "5"], ["1", "2", "3", "4"]]
+    one, two, three = [fingerprint(DataLoader(Texts(text))) for text in texts]
+    assert one == three > 0 and two not in (0, one)
+    assert fingerprint(DataLoader(["a", "b"])) == fingerprint(DataLoader([])) == 0
 
 
 def test_a_sum_divided_by_the_rows_or_values_of_a_rank():
-    """Two ranks with 16 rows of 6 values each. One process has the sum of all."""
-    for divisor, is_mean in ((16, True), (96, True), (32, False), (192, False)):
-        assert is_mean_of_rank((1 / divisor,), 192, 32, 2) == is_mean
-    # By the rows of all ranks: with two values in a row, these are as many.
-    assert not is_mean_of_rank((1 / 32,), 64, 32, 2)
+    """Two ranks, with 16 samples of 6 values in a batch. Two views make 32 rows."""
+    for shape, divisor, is_mean in (
+        ((16, 6), 16, True),
+        ((16, 6), 96, True),
+        ((16, 6), 32, False),  # the samples of all ranks
+        ((16, 6), 192, False),
+        ((16, 2), 32, False),  # the same, though there are as many values
+        ((96,), 16, True),  # one row for each token
+        ((32, 6), 32, True),
+    ):
+        means = [[1 / divisor]] if is_mean else [[]]
+        assert divisors_in([((1 / divisor,), shape)], [16], 2) == means
 
 
 def test_random_numbers_are_joined(merge):
@@ -195,6 +229,16 @@ def test_random_numbers_are_joined(merge):
     shifts = torch.tensor([1, 2, 1])
     merge.draw("randint", torch.empty(6), 6, [(3, shifts), (3, shifts)])
     assert "may draw numbers of rows" in merge.take_notes().problems[0]
+
+
+def test_rows_that_a_script_has_moved_are_found_again():
+    """Two views of each sample are in one batch: those of all ranks are elsewhere."""
+    one, two = torch.tensor([5.0, 3.0, 5.0]), torch.tensor([4.0, 5.0, 2.0])
+    whole = torch.tensor([5.0, 3.0, 4.0, 5.0, 5.0 + 1e-7, 2.0])
+    assert [*map(list, find_rows([one, two], whole))] == [[0, 1, 3], [2, 4, 5]]
+    assert find_rows([one, two], whole[1:]) is None
+    assert find_rows([one, one], whole) is None  # other rows
+    assert [*map(list, find_rows([whole, whole], whole))] == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_rows_are_numbered():
@@ -412,6 +456,7 @@ import sys
 sys.path.insert(0, {root!r})
 import random, numpy, torch
 from torch import nn
+from torch.utils.data import DataLoader
 """
 GENERATORS = """
 from ddp_check.rank.generators import Generators

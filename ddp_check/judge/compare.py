@@ -33,12 +33,17 @@ class Different:
     weights: int = 0  # how many have been looked at
     hidden: str = ""  # "hides it": after clipping it is the same; "may": unknown
 
+    @property
+    def scales(self):
+        """Whether most weights have a factor that is not 1."""
+        return self.factor is not None and abs(self.factor - 1) >= 1e-2
+
     def __str__(self):
         """What is known of the difference, in a sentence."""
         names = listed(self.names)
         if self.factor is None:
             text = f"Most of it is in {names}." if names else ""
-        elif abs(self.factor - 1) < 1e-2:
+        elif not self.scales:
             text = f"It is right in most weights, but not in {names}."
         elif names:
             text = f"It is {self.factor:.4g} times as large, but not in {names}."
@@ -68,6 +73,7 @@ class Verdict:
     same: int = 0
     off: float = 0.0  # the largest distance of those that are the same
     first: int | None = None  # the first step that is different
+    before: int = 0  # steps before it that are the same
     different: Different | None = None  # the one that says most, in the step `step`
     step: int | None = None
     reason: str = ""  # why most of the others were excused
@@ -88,13 +94,13 @@ def summarize(verdicts):
     for number, one in enumerate(verdicts):
         if isinstance(one, Same):
             verdict.same += 1
+            verdict.before += not verdict.wrong
             verdict.off = max(verdict.off, one.distance)
         elif isinstance(one, Different):
             if not verdict.wrong:
                 verdict.first = number
             # A factor says what is wrong, though it may not show in the first step.
-            known = verdict.wrong and verdict.different.factor is not None
-            if not verdict.wrong or (not known and one.factor is not None):
+            if not verdict.wrong or (one.scales and not verdict.different.scales):
                 verdict.step, verdict.different = number, one
         else:
             reasons[one.reason] += 1

@@ -160,17 +160,23 @@ def judge_run(run):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    pairs = [(a.number, of_model(a), of_model(b)) for a, b in zip(one, two)]
-    first = next((number for number, a, b in pairs if a != b), None)
+    own = own_weights(run)
+    pairs = []
+    for steps in zip(one, two):
+        a, b = [{n: bits for n, bits in s.bits.items() if n not in own} for s in steps]
+        pairs.append((steps[0].number, a == b))
+    first = next((number for number, same in pairs if not same), None)
+    again = next((number for number, same in pairs[first or 0 :] if same), None)
+    meet = first is not None and again is not None
     if trains_together(run):
         found.append(line("ok", "alone"))
     else:
         # A collective of something else trains nothing together. The weights tell.
-        idle = 2 * sum(s.collectives + s.ddp_forwards > 0 for s in one) <= len(one)
-        uncalled = 2 * sum(s.ddp_forwards > 0 for s in one) <= len(one)
+        idle = 2 * sum(s.collectives + s.ddp_forwards > 0 for s in one) < len(one)
+        uncalled = 2 * sum(s.ddp_forwards > 0 for s in one) < len(one)
         if "wrapped" in run.marks() and uncalled and (idle or first is not None):
             return [line("WRONG", "not called")], False, False
-        if idle:
+        if idle and not meet:
             return [line("WRONG", "alone")], False, False
     strange = not_finite(run)
     if strange:
@@ -193,18 +199,25 @@ def judge_run(run):
     found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
     if any(step.sharded for step in one):
         return [*found, line("note", "sharded")], True, False
-    again = next((number for number, a, b in pairs[first or 0 :] if a == b), None)
-    if first is not None and again is not None:
+    if meet:
         found.append(line("note", "weights meet", first=first, again=again))
     elif same or not joins:
         found.append(judge(first is None, "weights", first=first))
-    return found, True, same and first is None
+    named = [name for name in own if not name.startswith("parameter ")]
+    if named:
+        found.append(line("note", "own weights", names=compare.listed(named)))
+    return found, True, same and first is None and not named
 
 
-def of_model(step):
-    """Of its weights. If an optimizer has others, each rank may have a shard."""
-    named = {n: v for n, v in step.bits.items() if not n.startswith("parameter ")}
-    return named or step.bits
+def own_weights(run):
+    """A few that are never the same on two ranks: each may have a part of a layer."""
+    one, two = [
+        [{n: bits for start in of_rank.starts for n, bits in start.bits.items()}]
+        + of_rank.bits
+        for of_rank in run.traces[:2]
+    ]
+    always = [n for n in one[0] if all(a.get(n) != b.get(n) for a, b in zip(one, two))]
+    return always if 2 * len(always) <= len(one[0]) else []
 
 
 def ends_early(run):
@@ -328,7 +341,7 @@ def judge_gradients(verdict, run):
         buffers = differing_buffers(run)
         if buffers and not compare.is_multiple(different, 1e-5):
             return [line("WRONG", "buffers", names=buffers, **values)]
-        row = "later gradient" if verdict.first == verdict.same > 0 else "gradient"
+        row = "later gradient" if verdict.first == verdict.before > 0 else "gradient"
         return [line("WRONG", row, **values)]
     found = []
     if verdict.right:

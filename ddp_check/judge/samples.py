@@ -16,10 +16,14 @@ def trained_on(steps):
     return [k for k, n in uses.items() if n["trains"] >= max(1, n["evaluates"])]
 
 
-def samples_in(fetch, kind):
-    """Indices are those of one data set, and a script may have several."""
-    found = getattr(fetch, kind)
-    return [(fetch.key[0], index) for index in found] if kind == "ids" else found
+def samples_in(fetch, kind, loaders):
+    """Indices are those of one data set, and a script may have several.
+
+    loaders: the numbers of those that this rank trains on. Another rank may have other
+    numbers, such as if rank 0 alone evaluates first.
+    """
+    found, number = getattr(fetch, kind), loaders.index(fetch.key[0])
+    return [(number, index) for index in found] if kind == "ids" else found
 
 
 class Samples:
@@ -32,7 +36,7 @@ class Samples:
         self.kind = "inputs"  # what a module gets
         for kind in ("rows", "ids"):  # batches of a loader, or their indices
             known = all(any(self.of(rank, kind)) for rank in range(run.ranks))
-            same = len(set(self.data)) == 1 and -1 not in self.data
+            same = len(set(self.data)) == 1 and min(self.data) > 0
             if known and (kind == "rows" or same):
                 self.kind = kind
 
@@ -42,9 +46,13 @@ class Samples:
         steps = self.run.steps[rank]
         if kind == "inputs":
             return [step.inputs for step in steps]
-        keys = set(self.keys[rank])
+        keys = self.keys[rank]
+        loaders = list(dict.fromkeys(loader for loader, _ in keys))
         mine = [[fetch for fetch in s.fetched if fetch.key in keys] for s in steps]
-        of_steps = [sum([samples_in(f, kind) for f in fetched], []) for fetched in mine]
+        of_steps = [
+            sum([samples_in(fetch, kind, loaders) for fetch in fetched], [])
+            for fetched in mine
+        ]
         # A loader may fetch ahead. If its rows enter the model as they are, it is known
         # in which step.
         rows = [row for fetched in mine for f in fetched for row in f.rows]
@@ -61,7 +69,7 @@ class Samples:
         return [sum(rows, []) for rows in zip(*ranks)]
 
     def data_of(self, rank):
-        """A checksum of sample 0, where there is one."""
+        """A checksum of some samples, where there is one: see loaders.fingerprint()."""
         loaders = {loader for loader, _ in self.keys[rank]}
         fetched = [f for step in self.run.steps[rank] for f in step.fetched]
         known = [f.data for f in fetched if f.data and f.key[0] in loaders]
@@ -124,8 +132,9 @@ def judge_samples(samples):
         of_inputs = samples.share_in_step("inputs")
         if enter * run.ranks <= loaded * 1.05 or of_inputs is None:
             share = of_inputs  # each rank takes its share of the batch by itself
-    if -1 in samples.data and (samples.share_in_step("ids") or 0) >= 0.2:
-        share = None  # the same indices, but the data set makes other samples each time
+    unsure = min(samples.data) < 1 and (samples.share_in_step("ids") or 0) >= 0.2
+    if unsure and share is not None and share < 0.2:
+        share = None  # the same indices, maybe of the same samples with other noise
     if share is None:
         found.append(line("note", "no samples"))
     elif 0.2 <= share < 0.9:
@@ -166,9 +175,13 @@ def judge_order(samples):
     for steps in range(2, len(rows) // 2 + 1):
         if rows[steps:] == rows[:-steps] and any(rows):
             return [line("note", "order", which="each epoch has", steps=steps)]
-    pairs = list(zip(epochs, epochs[1:]))
-    for i, (one, two) in enumerate(pairs):
-        if one == two:
+    judged = False
+    for i, (one, two) in enumerate(zip(epochs, epochs[1:])):
+        count = min(len(one), len(two))  # --steps may have cut the last one
+        if count < 2 and len(one) != len(two):
+            continue
+        if one[:count] == two[:count]:
             which = f"epochs {i} and {i + 1} have"
             return [line("note", "order", which=which, steps=len(one))]
-    return [line("ok", "order")] if pairs else []
+        judged = True
+    return [line("ok", "order")] if judged else []

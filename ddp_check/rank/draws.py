@@ -9,6 +9,7 @@ from ddp_check.rank.generators import state_of
 from ddp_check.rank.patch import TorchDispatchMode
 from ddp_check.rank.tensors import checksum, entries_of
 
+MOVES = torch.ops.aten.flip.default, torch.ops.aten.roll.default
 MOST_DRAWS = 1000  # in a step, without gradients
 REDUCES = "allreduce", "all_reduce", "reduce_scatter", "_reduce_scatter"
 
@@ -17,16 +18,18 @@ class Draws(TorchDispatchMode):
     """The mode is on in each launch, so that all compute in the same way.
 
     see_draw(key, number, turn, draw, high, result) and see_collective(floats) are told
-    of each. The first one may return other numbers.
+    of each. The first one may return other numbers. see_move(name, tensor) is told if
+    each row of a tensor takes the place of another one.
 
     A draw is known by its number among those of the same name in a step. Beside it
     there is its turn, for gradient accumulation: in modules, the calls of backward()
     so far, and its number since the last one; or else its number in the run.
     """
 
-    def __init__(self, see_draw, see_collective):
+    def __init__(self, see_draw, see_move, see_collective):
         super().__init__()
         self.see_draw = see_draw
+        self.see_move = see_move
         self.see_collective = see_collective
         self.sets_up = True  # no optimizer was made yet
         self.paused = False
@@ -58,6 +61,8 @@ class Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         if function.namespace in ("c10d", "_c10d_functional") and not self.paused:
             self.see_collective(floats_reduced(function, args))
+        if function in MOVES and not self.paused and moves_rows(*args):
+            self.see_move(function.overloadpacket.__name__, args[0])
         draws = torch.Tag.nondeterministic_seeded in function.tags and not self.paused
         if not draws:
             return function(*args, **kwargs)
@@ -86,6 +91,11 @@ class Draws(TorchDispatchMode):
         if new is not None:
             with torch.no_grad():
                 result.copy_(new)
+
+
+def moves_rows(tensor, *dims):
+    """dims: those of flip(), or the shifts and those of roll(), which may have none."""
+    return 0 in dims[-1] or -tensor.dim() in dims[-1] or dims[1:] == ([],)
 
 
 def generator_in(value):

@@ -5,12 +5,13 @@ it computes in float32, and not in half precision.
 """
 
 import contextlib
+import functools
 import inspect
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ddp_check.rank.patch import PRIVATE, private, wrap
+from ddp_check.rank.patch import PRIVATE, always, private, wrap
 
 MODES = []  # that change what the script calls: this one, and that of gpus.py
 
@@ -77,13 +78,9 @@ def scale_by_one(create, scaler, *args, **kwargs):
     create(*call.args, **call.kwargs)
 
 
-def unscale_nothing(unscale, *args, **kwargs):
-    return {torch.device("cpu"): torch.zeros(())}
-
-
-def keep_scale(update, scaler, new_scale=None):
-    if scaler.is_enabled():
-        scaler._per_optimizer_states.clear()
+def step_at_once(step, scaler, optimizer, *args, **kwargs):
+    """Without the scale, which fused optimizers expect in float32."""
+    return optimizer.step(*args, **kwargs)
 
 
 def cast_everything(dtype):
@@ -105,8 +102,9 @@ def cast_everything(dtype):
 
     wrap(torch.autocast, "__init__", disable_autocast)
     wrap(torch.amp.GradScaler, "__init__", scale_by_one)
-    wrap(*PRIVATE["unscale"], unscale_nothing)
-    wrap(torch.amp.GradScaler, "update", keep_scale)
+    wrap(torch.amp.GradScaler, "unscale_", functools.partial(always, None))
+    wrap(torch.amp.GradScaler, "step", step_at_once)
+    wrap(torch.amp.GradScaler, "update", functools.partial(always, None))
     torch.set_default_dtype(dtype)
     wrap(torch, "from_numpy", cast_result)
     wrap(*PRIVATE["load a tensor"], rebuild)

@@ -39,6 +39,7 @@ class Merge:
     def __init__(self, order, all_batches=list):
         self.order = order
         self.all_batches = all_batches
+        self.rows = 0  # in the last batch
         self.paddings = {}  # path in a batch: the value, or None if nobody knows
         self.notes = Notes()
 
@@ -50,6 +51,7 @@ class Merge:
     # ---- Batches
     def batch(self, parts, rows):
         """One batch of those of all ranks. rows: how many samples each of them has."""
+        self.rows = sum(rows)
         if any(part is None for part in parts):
             self.notes.problems.append("a batch could not be recorded")
         marks = [list(map(checksum, tensors_in(part))) for part in parts]
@@ -124,9 +126,12 @@ class Merge:
         order = torch.cat(numbered(self.order, map(len, parts))).argsort().tolist()
         return [rows[i] for i in order]
 
-    def concatenate(self, parts, dim):
+    def concatenate(self, parts, dim, places=None):
+        """places: where the rows of each rank belong, if that is known."""
         sizes = [part.shape[dim] for part in parts]
-        order = torch.cat(numbered(self.order, sizes)).argsort()
+        if dim > 0 or places is None or [*map(len, places)] != sizes:
+            places = numbered(self.order, sizes)
+        order = torch.cat(places).argsort()
         return torch.cat(parts, dim).index_select(dim, order)
 
     def widen(self, parts, dim, path):
@@ -148,11 +153,11 @@ class Merge:
         return padded
 
     # ---- Random numbers
-    def draw(self, name, like, high, draws):
+    def draw(self, name, like, high, draws, places=None):
         """What the ranks have drawn, in the shape that one process draws, or None.
 
         like: what one process has drawn, of numbers up to high. draws: of each rank,
-        its own high, and what it has drawn.
+        its own high, and what it has drawn. places: see concatenate().
         """
         if None in draws:
             text = f"torch.{name}(), which some ranks or one process draw more often"
@@ -193,7 +198,8 @@ class Merge:
                     (self.notes.alike if same else self.notes.different).add(
                         f"torch.{name}()"
                     )
-                return self.concatenate([pad_to(p, s, 1) for p, s in pairs], d)
+                parts = [pad_to(part, size, 1) for part, size in pairs]
+                return self.concatenate(parts, d, places)
         shapes = list(parts[0].shape)
         self.notes.problems.append(
             f"each rank draws torch.{name}() of {shapes} for itself"
@@ -209,6 +215,27 @@ def numbered(order, sizes):
         places.sort()
     number = {place: n for n, place in enumerate(places)}
     return [torch.tensor([number[p] for p in own]).long() for own in of_ranks]
+
+
+def find_rows(parts, whole):
+    """For each part, where its rows are in the whole, by their signatures; or None.
+
+    Of rows that are the same, but for rounding, the first is the first. If each rank
+    has had all rows, there is one part.
+    """
+    if len(parts) > 1 and len(parts[0]) == len(whole):
+        parts = parts[:1]
+    theirs = torch.cat(parts)
+    if len(theirs) != len(whole):
+        return None
+    near = theirs.abs().max().clamp(min=1e-30) * torch.finfo(theirs.dtype).eps ** 0.5
+    whole, theirs = (whole / near).round(), (theirs / near).round()
+    order, place = whole.argsort(stable=True), theirs.argsort(stable=True)
+    if not bool(((whole[order] - theirs[place]).abs() <= 1).all()):
+        return None
+    where = torch.empty_like(place)
+    where[place] = order
+    return where.split(list(map(len, parts)))
 
 
 def counts_through_rows(tensor):

@@ -22,7 +22,6 @@ PRIVATE = {
     "is of torch.func": (torch._C._functorch, "is_functorch_wrapped_tensor"),
     "without dispatch modes": (_python_dispatch, "_disable_current_modes"),
     "without modes": (torch._C, "DisableTorchFunction"),
-    "unscale": (torch.amp.GradScaler, "_unscale_grads_"),
     "accelerator": (torch._C, "_get_accelerator"),
     "refuse SyncBatchNorm": (DistributedDataParallel, "_passing_sync_batchnorm_handle"),
     "work of a future": (

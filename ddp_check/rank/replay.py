@@ -2,7 +2,7 @@
 
 import torch
 
-from ddp_check.rank.merge import Merge, numbered
+from ddp_check.rank.merge import Merge, find_rows
 from ddp_check.rank.record import Recorded
 from ddp_check.rank.tensors import checksum, comparison
 
@@ -119,6 +119,11 @@ class Replay(Reference):
             self.batches.append({name: known.get(key, []) for name, key in pairs})
         self.order = options.replay.order
         self.merge = Merge(self.order, self.batches_of_all)
+        self.means = set()  # factors that make a mean of the samples of a rank
+        for recorded in self.ranks:
+            for place in recorded.keys("means"):
+                self.means.update(*recorded.get("means", place))
+        self.rows = None  # where those of each rank are, in the layer that draws
         self.now = None  # the iteration whose batches are given
         self.alone = False  # rank 0 reads for all ranks
 
@@ -184,7 +189,7 @@ class Replay(Reference):
         if self.order == "in turn":
             return self.draw_in_turn(name, turn, like)
         draws = [recorded.get("draw", (step, key, number)) for recorded in self.ranks]
-        return self.merge.draw(name, like, high, draws)
+        return self.merge.draw(name, like, high, draws, self.rows)
 
     def draw_in_turn(self, name, turn, like):
         """What the rank has drawn whose turn it is."""
@@ -199,21 +204,28 @@ class Replay(Reference):
             return None
         return drawn
 
-    # ---- Batch norm
-    def rows_of_ranks(self, place, rows):
-        """How many rows each rank has normalized here, if one process has them all."""
-        sizes = [recorded.get("norm", place) for recorded in self.ranks]
-        if self.order == "in turn" or None in sizes or len(sizes) < 2:
-            return None
-        return sizes if sum(sizes) == rows else None  # or each rank had them all
+    # ---- Losses
+    def as_on_a_rank(self, place, terms, loss):
+        """Divided by the ranks, if each of them multiplies its own by the same number.
 
-    def norm_each(self, sizes, norm, x, mean, var, *more):
-        """Normalize the rows of each rank by themselves, as the ranks did."""
-        numbers = numbered(self.order, sizes)
-        parts = []
-        for rank, rows in enumerate(numbers):
-            stats = [mean, var]
-            if rank > 0 and mean is not None:  # rank 0's are those that are saved
-                stats = [mean.clone(), var.clone()]
-            parts.append(norm(x[rows], *stats, *more))
-        return torch.cat(parts)[torch.cat(numbers).argsort()]
+        terms: those of sums_in(loss). The number makes a mean of the samples of a rank,
+        in this step, or in those that are not the last one of an epoch.
+        """
+        factors = [recorded.get("factors", place, []) for recorded in self.ranks]
+        pairs = zip(terms, *factors)
+        own = [self.means.intersection(mine, *theirs) for (mine, _), *theirs in pairs]
+        if self.order == "in turn" or len(own) < len(terms) or not any(own):
+            return loss
+        if not all(own):
+            text = "a loss of which a part is divided by the samples of a rank"
+            self.merge.notes.problems.append(text)
+            return loss
+        return loss / len(self.ranks)
+
+    # ---- Rows
+    def find_rows(self, place, whole):
+        """Where the rows of each rank are in these. whole: the signatures of all."""
+        if self.order == "in turn":
+            return [torch.arange(len(whole))]
+        parts = [recorded.get("rows", place) for recorded in self.ranks]
+        return None if None in parts else find_rows(parts, whole)

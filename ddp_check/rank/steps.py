@@ -87,6 +87,10 @@ class Steps:
     def optimize(self, optimizer, has_gradients):
         """An optimizer makes a step. A closure may compute the gradients in it."""
         self.start(self.weights.see_optimizer(optimizer))
+        for group, names in zip(optimizer.param_groups, self.weights.names(optimizer)):
+            if names:
+                step = self.ended or self.now
+                step.rates[names[0]] = float(group.get("lr", 0))
         if self.replay:
             w.set_options(optimizer, self.replay.first.get("options", self.call))
         if has_gradients:
@@ -123,9 +127,6 @@ class Steps:
         groups = self.weights.names(optimizer)
         trained = self.ended.trained + sum(groups, [])
         self.ended.trained = list(dict.fromkeys(trained))
-        for group, names in zip(optimizer.param_groups, groups):
-            if names:
-                self.ended.rates[names[0]] = float(group.get("lr", 0))
         changed = self.weights.look(self.weights.named)
         self.add_changes(changed)
         self.keep("options", call, w.options_of(optimizer))

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,12 +26,14 @@ from ddp_check import trace
 from ddp_check.rank import weights as w
 from ddp_check.rank.draws import Draws
 from ddp_check.rank.generators import Generators
+from ddp_check.rank.layers import Layers, is_of_func
 from ddp_check.rank.loaders import Loaders
-from ddp_check.rank.patch import private, wrap
+from ddp_check.rank.patch import wrap
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import (
     checksum,
     checksums_of_buffers,
+    divisors_in,
     rows_of,
     sums_in,
     tensors_in,
@@ -45,20 +48,20 @@ class Watcher:
         self.folder, self.rank, self.gpus = folder, rank, gpus
         self.steps = Steps(options, folder, rank)
         self.generators = Generators()
-        self.draws = Draws(self.see_draw, self.see_collective)
+        self.draws = Draws(self.see_draw, self.see_move, self.see_collective)
         self.loaders = Loaders(self, cast, self.steps.replay)
+        self.layers = Layers(self.steps, self.draws)
         self.depth = 0  # of optimizers: one may call another one's step()
         self.outer = None  # the one that makes a step, or has made the last one
         self.has_gradients = True  # the step that is made has no closure
         self.modules = 0  # that are in their forward(), or in backward()
         self.evaluated = None  # the module that was called in eval() mode
-        self.in_norm = False
         self.optimizers = []
         self.groups = set()  # of the DDP objects: see run.forget_everything()
         self.last = trace.Fetch(())  # the batch that came last
         self.since = {}  # loader: its last batch since the last backward()
-        self.rows = 0  # that modules got since then
         self.batches = 0
+        self.thread = threading.get_ident()
         self.marks = set()
         self.address = self.outside = ""
         self.listen()
@@ -68,8 +71,6 @@ class Watcher:
         optim.register_optimizer_step_pre_hook(self.before_step)
         optim.register_optimizer_step_post_hook(self.after_step)
         wrap(torch.autograd, "backward", self.see_backward)
-        wrap(nn.functional, "batch_norm", self.see_batch_norm)
-        wrap(nn.SyncBatchNorm, "forward", self.see_sync_norm)
         wrap(nn.Module, "__call__", self.see_call)
         wrap(DistributedDataParallel, "forward", self.see_ddp)
         for owner, name, mark in (
@@ -96,9 +97,16 @@ class Watcher:
         self.outer = None
         self.steps.stop()
 
+    def in_main_thread(self):
+        """A script may read its loader in another one."""
+        return threading.get_ident() == self.thread
+
     @contextlib.contextmanager
     def own_work(self):
         """What the check computes by itself is not the script's."""
+        if not self.in_main_thread():  # the mode is not on there
+            yield
+            return
         before, self.draws.paused = self.draws.paused, True
         try:
             yield
@@ -268,6 +276,8 @@ class Watcher:
         return forward(wrapped, *inputs, **named)
 
     def see_call(self, call, module, *inputs, **named):
+        if not self.in_main_thread():  # such as a transform of the data
+            return call(module, *inputs, **named)
         if self.modules == 0:
             self.see_outermost(module, [inputs, named])
         self.modules += 1
@@ -280,8 +290,8 @@ class Watcher:
 
     def see_outermost(self, module, inputs):
         weights = list(module.parameters())
-        if any(map(private("is of torch.func"), [*weights, *tensors_in(inputs)])):
-            return  # it has no values of its own
+        if any(map(is_of_func, [*weights, *tensors_in(inputs)])):
+            return
         grad = torch.is_grad_enabled()
         trains = grad and module.training
         if trains and self.has_gradients:
@@ -299,15 +309,14 @@ class Watcher:
             self.steps.now.tensor_parallel |= w.shares_samples(module, weights)
             if trains:  # in eval() mode it may be an evaluation
                 samples, parts = rows_of(tensors_in(inputs))
-                self.rows += len(samples)
                 self.steps.now.inputs += samples
                 self.steps.now.parts += parts
 
     def see_backward(self, backward, *args, **kwargs):
         self.begin(self.evaluated)
         self.step.backwards += 1
-        if self.steps.replay and args:
-            args = (self.as_on_a_rank(args[0]), *args[1:])
+        if args and torch.is_tensor(args[0]):
+            args = (self.see_loss(args[0]), *args[1:])
         self.uses_batches()
         self.draws.end_turn()
         self.modules += 1  # layers that are computed again are not outermost
@@ -322,61 +331,26 @@ class Watcher:
         for fetch in self.since.values():
             fetch.trains |= not fetch.evaluates
         self.since.clear()
-        self.rows = 0
 
-    def as_on_a_rank(self, loss):
-        """A rank may divide its sum by a fixed number: that of its own rows, or values.
+    def see_loss(self, loss):
+        """A rank may divide a sum by a fixed number: that of its own rows, or values.
 
         One process with the rows of all ranks would divide by the same number.
         """
-        ranks = len(self.steps.replay.ranks)
-        terms = sums_in(loss) if torch.is_tensor(loss) and self.rows else []
-        own = [is_mean_of_rank(*term, self.rows, ranks) for term in terms]
-        if any(own) and not all(own):
-            text = "a loss of which a part is divided by the samples of a rank"
-            self.steps.replay.merge.notes.problems.append(text)
-        return loss / ranks if own and all(own) else loss
-
-    # ---- Batch norm
-    def see_batch_norm(self, norm, *args, **named):
-        if self.in_norm:  # a mode of torch calls it again
-            return norm(*args, **named)
-        self.in_norm = True
-        try:
-            call = inspect.signature(norm).bind(*args, **named)
-            call.apply_defaults()
-            return self.normalize(norm, *call.args)
-        finally:
-            self.in_norm = False
-
-    def see_sync_norm(self, forward, norm, x):
-        """It normalizes the rows of all ranks, so there is nothing to replay."""
-        self.in_norm = True
-        try:
-            return forward(norm, x)
-        finally:
-            self.in_norm = False
-
-    def normalize(self, norm, x, mean, var, *more):
-        training = more[2]
-        if training and mean is not None:
-            self.steps.now.norms = True
-        if not training and mean is not None and not torch.is_grad_enabled():
-            number = checksum(mean)
-            if number not in self.steps.now.evaluated:
-                self.steps.now.evaluated.append(number)
-        if training:
-            place = self.steps.now.number, self.draws.next_number("norm")
-            self.steps.keep("norm", place, len(x))
-            replay = self.steps.replay
-            sizes = replay and replay.rows_of_ranks(place, len(x))
-            if sizes:
-                return replay.norm_each(sizes, norm, x, mean, var, *more)
-        return norm(x, mean, var, *more)
+        place, terms = (self.step.number, self.step.backwards), sums_in(loss)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        batches = [len(fetch.ids) for fetch in self.since.values()]
+        self.steps.keep("factors", place, [factors for factors, _ in terms])
+        self.steps.keep("means", place, divisors_in(terms, batches, ranks))
+        replay = self.steps.replay
+        return replay.as_on_a_rank(place, terms, loss) if replay else loss
 
     # ---- What loaders yield
     @contextlib.contextmanager
     def fetching(self):
+        if not self.in_main_thread():
+            yield
+            return
         self.note_generators()
         with self.own_work(), self.generators.pause():
             yield
@@ -397,10 +371,18 @@ class Watcher:
             place = *fetch.key, self.batches
             self.batches += 1
             self.steps.keep("batch", place, (rows, batch, self.draws.turn))
+        else:  # a loop that has ended without a backward() was an evaluation
+            self.since.pop(fetch.key[:1], None)
 
     # ---- Random numbers and collectives
     def note_generators(self):
         self.step.other_draws |= self.generators.take()
+
+    def see_move(self, name, tensor):
+        replay = self.steps.replay
+        if replay and len(tensor) == replay.merge.rows:
+            text = f"torch.{name}() of the rows of a batch, whose neighbors are others"
+            replay.merge.notes.problems.append(text)
 
     def see_collective(self, floats):
         if self.optimizers and dist.get_world_size() > 1:
@@ -417,12 +399,3 @@ class Watcher:
         source = self.steps.replay or self.steps.relaunch
         with self.own_work():
             return source and source.draw(step, key, number, turn, result, high)
-
-
-def is_mean_of_rank(factors, values, rows, ranks):
-    """Of a sum over the rows of all ranks: whether it is divided by those of one rank.
-
-    If it is divided by the rows of all ranks, their values may be as many as that.
-    """
-    counts = {round(f * n, 6) for f in factors for n in (rows, values)}
-    return ranks in counts and not any(abs(f * rows - 1) < 1e-6 for f in factors)

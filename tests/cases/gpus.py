@@ -64,7 +64,7 @@ else:
     wrapped = nn.DataParallel(model)
     if case != "parallel" or size > 1:
         wrapped = DistributedDataParallel(model, device_ids=[local])
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
 torch.manual_seed(rank)
 for epoch in range(2):
     sampler.set_epoch(epoch)

@@ -13,6 +13,7 @@
 # case: changed | WRONG weights first=10; note left out
 # case: local | note weights meet; note left out
 # case: schedule | ok gradient; WRONG rates first=10 | alone
+# case: plateau | ok gradient; ok global batch | alone
 from common import *
 
 
@@ -29,11 +30,14 @@ dist.init_process_group("gloo")
 if case == "uneven":
     rows = [range(i * 31 + rank, i * 31 + 31, size) for i in range(10)]
     loader = DataLoader(dataset, batch_sampler=rows)
-model = mlp()
+model = mlp(nn.Tanh(), nn.Dropout(0.5)) if case == "plateau" else mlp()
 wrapped = model if case == "alone" else DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 length = 10 * size if case == "schedule" and size > 1 else 10
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, length)
+if case == "plateau":  # one process draws other numbers, so it has other losses
+    torch.manual_seed(rank)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 random.random()  # before the first step, which does not matter
 for epoch in range(2):
     sampler.set_epoch(epoch)
@@ -56,7 +60,9 @@ for epoch in range(2):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        scheduler.step()
+        if case == "plateau":
+            dist.all_reduce(loss.detach())
+        scheduler.step(*[loss.item()] * (case == "plateau"))
         if case == "local" and i % 2 == 1:  # local SGD: the mean of the weights
             for weight in model.parameters():
                 dist.all_reduce(weight.data, dist.ReduceOp.SUM)

@@ -3,6 +3,8 @@
 # case ci: two | ok alone; ok moves steps=20; ok gradient steps=20
 # case: hooks | ok alone; ok moves steps=20; ok gradient steps=20
 # case: sam | ok gradient
+# case: temperature | WRONG weights first=0; note left out
+# case: parts | note own weights; note left out
 from common import *
 
 
@@ -29,6 +31,12 @@ def update(weight):
 
 def backward():
     model.zero_grad()
+    if case == "temperature":  # DDP does not know it
+        (scale * mse(wrapped(x), y)).backward()
+        return
+    if case == "parts":  # such as the classes of this rank
+        mse(wrapped(x) + part(x), y).backward()
+        return
     if case != "gan":
         mse(wrapped(x), y).backward()
         return
@@ -54,9 +62,15 @@ if case == "hooks":
         weight.register_post_accumulate_grad_hook(update)
 else:
     wrapped = DistributedDataParallel(model)
+scale = torch.ones(1, requires_grad=True)
+if case == "temperature":
+    optimizers.append(torch.optim.SGD([scale], 0.1))
 critic = DistributedDataParallel(nn.Linear(8, 1))
 other = torch.optim.Adam(critic.parameters(), 0.01)
 torch.manual_seed(rank)
+part = nn.Linear(8, 8)
+if case == "parts":
+    optimizers.append(torch.optim.SGD(part.parameters(), 0.1))
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for x, y in loader:

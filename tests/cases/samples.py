@@ -1,5 +1,6 @@
 # What the ranks train on.
 # case: same | WRONG samples; note left out
+# case: looks-first | WRONG samples; note left out
 # case: everything | note whole epoch; ok gradient
 # case: other | note own data; ok gradient
 # case: unseeded | note own data; ok gradient
@@ -7,17 +8,42 @@
 # case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
 # case ci: hand | ok gradient; ok masks
 # case: stream | note order; ok gradient
+# case: shard | ok samples; note order; ok gradient
+# case: thread | ok samples; ok gradient
 # case: agent | ok gradient
 # case: rows | note no samples; note not replayed
 # case: rebatch | note not replayed
 # case: views | ok gradient steps=10 | quick --steps 10
 # case: grows | ok gradient; note global batch one=32 two=64 how=grows | alone
+import queue
+import threading
+
 from common import *
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([dataset[i] for i in range(rank, 320, size)])
+
+
+class Changed(TensorDataset):
+    """By a module, as those of torchvision do."""
+
+    def __getitem__(self, i):
+        return nn.Identity()(super().__getitem__(i))
+
+
+def ahead(loader):
+    """The batches, read in another thread."""
+    batches = queue.Queue(2)
+    put = threading.Thread(target=lambda: [batches.put(b) for b in [*loader, None]])
+    put.start()
+    return iter(batches.get, None)
+
+
+def stack(rows):
+    x = torch.tensor(rows, dtype=torch.get_default_dtype())
+    return x, x.sin()
 
 
 def again(loader):
@@ -39,8 +65,10 @@ def seeded(epoch):
 dist.init_process_group("gloo")
 rows = 32 // size
 options = {"sampler": sampler}
-if case in ("same", "everything"):  # it has no sampler
-    torch.manual_seed(0 if case == "same" else rank)
+if case == "looks-first" and rank == 0:  # its loaders have other numbers
+    print(*DataLoader(TensorDataset(torch.ones(2))))
+if case in ("same", "looks-first", "everything"):  # it has no sampler
+    torch.manual_seed(rank if case == "everything" else 0)
     options = {"shuffle": True}
 if case == "other":
     torch.manual_seed(rank)
@@ -52,6 +80,10 @@ if case == "unseeded":
     options["sampler"] = sampler = DistributedSampler(dataset)
 if case == "uneven":
     options["sampler"] = range(rank, 319, size)
+if case == "shard":  # rank r has rows r, r + W, ..., which are no tensors yet
+    dataset, options = x_all[rank::size].tolist(), {"collate_fn": stack}
+if case == "thread":
+    dataset = Changed(*dataset.tensors)
 if case == "hand":
     options = {"sampler": RandomSampler(dataset)}
 loader = DataLoader(dataset, 32 if case in ("hand", "grows") else rows, **options)
@@ -78,6 +110,8 @@ for epoch in range(2):
         batches = (dataset[numbers.integers(320, size=8)] for _ in range(6))
     if case == "rebatch":
         batches = again(loader)
+    if case == "thread":
+        batches = ahead(loader)
     for i, batch in enumerate(batches):
         x, y = (batch, batch.sin()) if case == "views" else batch
         if case == "hand":

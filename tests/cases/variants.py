@@ -10,9 +10,14 @@
 # case: functional | ok gradient
 # case: flat | note not replayed
 # case: masked | ok gradient
+# case: views | ok gradient; ok masks; note batch norm
+# case: neighbors | note not replayed
+# case: forgot-eval | ok samples; ok gradient
+# case: checkpoint | ok gradient
 # case: kept | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
+from torch.utils.checkpoint import checkpoint
 
 
 def reduce(tensor, divisor=size):
@@ -40,6 +45,10 @@ def set_gradients(x, y):
         reduce(gradient, 1 if "twice" in sys.argv else size)
 
 
+def each(found, y):
+    return (found - y).square().sum() / torch.tensor(len(y))
+
+
 def loss_of(x, y, u):
     if case.startswith("fixed"):  # a mean over the samples of a rank, which has 16
         divisor = 16 * 8 if "values" in sys.argv else 16 if case == "fixed" else 32
@@ -52,11 +61,22 @@ def loss_of(x, y, u):
     if case == "zipped":
         both = wrapped(torch.cat([x, u]))
         return mse(both[: len(x)], y) + both[len(x) :].square().mean()
+    if case == "neighbors":  # negatives
+        found = wrapped(x)
+        return (1 + mse(found, y) - mse(found, y.roll(1, 0))).square()
+    if case == "checkpoint":  # such as a head that is large
+        return checkpoint(lambda found: each(found, y), wrapped(x), use_reentrant=False)
+    if case == "views":  # with two frames each: rows of a rank are in many places
+        rows = wrapped(torch.cat([x, x]).repeat_interleave(2, 0))
+        p, q = rows.view(2, len(x), 2, 8).mean(2)
+        return mse(p, y) + mse(q, y) + mse(p, q)
     return mse(wrapped(x), y)
 
 
 dist.init_process_group("gloo")
-model = mlp()
+layers = [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]
+model = mlp(*layers if case == "views" else ())
+torch.manual_seed(1 + rank)
 weights = list(model.parameters())
 if case == "masked":  # such as a causal mask
     model.mask = nn.Parameter(torch.full((2, 2), -torch.inf), requires_grad=False)
@@ -80,6 +100,8 @@ for epoch in (0, 1):
         if case == "averaged":
             for weight in weights:
                 reduce(weight.data)
+    if case == "forgot-eval":  # all ranks have the same samples
+        print(sum(mse(model(x), x).item() for (x,) in DataLoader(others, 16)))
 if case == "kept" and rank == 0:  # such as an average, put into the model to save it
     for weight in weights:
         weight.data.zero_()
