@@ -4,40 +4,37 @@ In a replay, one process has the rows of all ranks. The script may have moved th
 torch.cat([x, x]) or view(batch * frames, ...) do. So they are known by their content.
 """
 
-import contextlib
 import inspect
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from ddp_check.rank.float64 import enter
 from ddp_check.rank.patch import private, wrap
 from ddp_check.rank.tensors import checksum, signatures
 
 
-class Layers:
+class Layers(TorchFunctionMode):
+    """A mode, because TorchScript does not compile functions that were replaced."""
+
     def __init__(self, steps, draws):
+        super().__init__()
         self.steps, self.draws = steps, draws
-        self.inside = False
-        wrap(nn.functional, "batch_norm", self.see_batch_norm)
-        wrap(nn.functional, "dropout", self.see_dropout)
-        wrap(nn.functional, "scaled_dot_product_attention", self.see_attention)
+        self.synchronizes = False
+        f = nn.functional
+        drops = f.dropout, f.dropout1d, f.dropout2d, f.dropout3d, f.alpha_dropout
+        self.seen = dict.fromkeys(drops, self.see_dropout)
+        self.seen[f.scaled_dot_product_attention] = self.see_attention
+        self.seen[f.batch_norm] = self.see_batch_norm
         wrap(nn.SyncBatchNorm, "forward", self.see_sync_norm)
+        enter(self)
 
-    @contextlib.contextmanager
-    def layer(self, rows=None):
-        """A mode of torch calls a layer again: then it is not looked at.
-
-        rows: where those of each rank are, for what is drawn in it.
-        """
-        self.inside = True
-        if self.steps.replay:
-            self.steps.replay.rows = rows
-        try:
-            yield
-        finally:
-            self.inside = False
-            if self.steps.replay:
-                self.steps.replay.rows = None
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in self.seen and not self.synchronizes:
+            return self.seen[function](function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def see_rows(self, x):
         """In a replay: where the rows of each rank are, or None if it is not known.
@@ -50,31 +47,42 @@ class Layers:
         return self.steps.replay and self.steps.replay.find_rows(place, rows)
 
     def see_dropout(self, drop, input, p=0.5, training=True, inplace=False):
-        if self.inside or not training or p == 0 or is_of_func(input):
+        if not training or p == 0:
             return drop(input, p, training, inplace)
-        with self.layer(self.see_rows(input)):
-            return drop(input, p, training, inplace)
+        return self.draw_in(input, drop, input, p, training, inplace)
 
     def see_attention(self, attend, *args, **named):
         dropout = named.get("dropout_p", args[4] if len(args) > 4 else 0)
+        if not dropout:
+            return attend(*args, **named)
         query = named.get("query", args[0] if args else None)
-        if self.inside or not dropout or is_of_func(query):
-            return attend(*args, **named)
-        with self.layer(self.see_rows(query)):
-            return attend(*args, **named)
+        return self.draw_in(query, attend, *args, **named)
 
-    def see_batch_norm(self, norm, *args, **named):
-        if self.inside:
-            return norm(*args, **named)
-        with self.layer():
-            call = inspect.signature(norm).bind(*args, **named)
-            call.apply_defaults()
-            return self.normalize(norm, *call.args)
+    def draw_in(self, x, layer, *args, **named):
+        """What the layer draws belongs to the rows of x."""
+        replay = self.steps.replay
+        if not is_of_func(x):
+            rows = self.see_rows(x)
+            if replay:
+                replay.rows = rows
+        try:
+            return layer(*args, **named)
+        finally:
+            if replay:
+                replay.rows = None
 
     def see_sync_norm(self, forward, norm, x):
         """It normalizes the rows of all ranks, so there is nothing to replay."""
-        with self.layer():
+        self.synchronizes = True
+        try:
             return forward(norm, x)
+        finally:
+            self.synchronizes = False
+
+    def see_batch_norm(self, norm, *args, **named):
+        call = inspect.signature(norm).bind(*args, **named)
+        call.apply_defaults()
+        return self.normalize(norm, *call.args)
 
     def normalize(self, norm, x, mean, var, *more):
         training = more[2]
