@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from ddp_check import trace
 from ddp_check.rank import patch
 from ddp_check.rank.loaders import fingerprint
+from ddp_check.rank.losses import Means, counts_of, own_factors, sums_in
 from ddp_check.rank.merge import Merge, find_rows, known_padding, numbered
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
-from ddp_check.rank.tensors import checksum, comparison, divisors_in, rows_of, sums_in
+from ddp_check.rank.tensors import checksum, comparison, rows_of
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
 from harness import launch, processes
 
@@ -201,8 +202,18 @@ def test_a_sum_divided_by_the_rows_or_values_of_a_rank():
         ((96,), 16, True),  # one row for each token
         ((32, 6), 32, True),
     ):
-        means = [[1 / divisor]] if is_mean else [[]]
-        assert divisors_in([((1 / divisor,), shape)], [16], 2) == means
+        terms = [((1 / divisor,), counts_of(shape, [16], 2))]
+        means = Means([{(0, 1): terms}] * 2)
+        assert means.are_of_ranks((0, 1), terms) == [is_mean]
+        # One process divides by another number, such as the rows of its own batch.
+        assert means.are_of_ranks((0, 1), [((0.5 / divisor,), ())]) == [False]
+
+
+def test_other_numbers_that_a_sum_is_divided_by():
+    """Those that cancel, and the batches that are accumulated, are no rows of it."""
+    assert own_factors((0.5, 1.0, 2.0, 0.04), 2) == {1.0, 0.04}
+    assert own_factors((0.25, 0.04), 4) == {0.04}
+    assert own_factors((0.25, 0.25), 4) == own_factors((0.25,), 4) == {0.25}
 
 
 def test_random_numbers_are_joined(merge):

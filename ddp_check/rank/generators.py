@@ -23,21 +23,6 @@ def seed_all(seed):
         numpy.random.seed(seed)
 
 
-@contextlib.contextmanager
-def seeded(seed):
-    """Seeds all, and restores them at the end."""
-    kept = random.getstate(), torch.get_rng_state()
-    kept_numpy = numpy and numpy.random.get_state()
-    try:
-        seed_all(seed)
-        yield
-    finally:
-        random.setstate(kept[0])
-        torch.set_rng_state(kept[1])
-        if numpy:
-            numpy.random.set_state(kept_numpy)
-
-
 def crc(*state):
     return zlib.crc32(repr(state).encode())
 

@@ -1,15 +1,20 @@
 """Sees what DataLoaders yield."""
 
 import contextlib
+import os
+import select
+import signal
 import zlib
 from collections import deque
 
 from torch.utils.data import DataLoader
 
 from ddp_check import trace
-from ddp_check.rank.generators import seeded
+from ddp_check.rank.generators import seed_all
 from ddp_check.rank.patch import PRIVATE, wrap
 from ddp_check.rank.tensors import checksum, map_tensors, rows_of, tensors_in
+
+PATIENCE = 10  # seconds for three samples
 
 
 class Loaders:
@@ -122,17 +127,35 @@ class Batches:
 def fingerprint(loader):
     """A checksum of three samples, with fixed seeds. Ranks with the same data agree.
 
-    -1 if they are others each time, and 0 if nothing is known.
+    -1 if they are others each time, and 0 if nothing is known. It is made in a process
+    of its own: a data set may open files when it is first asked, or draw numbers.
     """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, str(checksum_of_samples(loader)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    if not select.select([read], [], [], PATIENCE)[0]:
+        os.kill(pid, signal.SIGKILL)
+    with open(read) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return int(text or 0)
+
+
+def checksum_of_samples(loader):
     sums = set()
     for _ in range(2):
-        with seeded(0):
-            try:
-                last = len(loader.dataset) - 1
-                samples = [loader.dataset[i] for i in (0, last // 2, last)]
-                if loader.batch_sampler is not None:  # it may make the tensors
-                    samples = [loader.collate_fn([sample]) for sample in samples]
-                sums.add(sum(map(checksum, tensors_in(samples))))
-            except Exception:  # a data set may raise anything
-                return 0
+        seed_all(0)
+        try:
+            last = len(loader.dataset) - 1
+            samples = [loader.dataset[i] for i in (0, last // 2, last)]
+            if loader.batch_sampler is not None:  # it may make the tensors
+                samples = [loader.collate_fn([sample]) for sample in samples]
+            sums.add(sum(map(checksum, tensors_in(samples))))
+        except Exception:  # a data set may raise anything
+            return 0
     return sums.pop() if len(sums) == 1 else -1

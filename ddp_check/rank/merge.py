@@ -26,6 +26,7 @@ class Notes:
     problems: list = dataclasses.field(default_factory=list)  # sentences
     alike: set = dataclasses.field(default_factory=set)  # calls with the same numbers
     different: set = dataclasses.field(default_factory=set)
+    widened: bool = False  # rows of a batch, to the longest of all ranks
 
 
 class Merge:
@@ -139,6 +140,7 @@ class Merge:
         rest = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
         if len(rest) == 1:
             return parts
+        self.notes.widened = True
         if path not in self.paddings:
             self.paddings[path] = known_padding(self.all_batches(), path)
         value = self.paddings[path]
@@ -192,6 +194,9 @@ class Merge:
                 rows = sum(part.shape[d] for part in parts)
                 if rows != shape[d] or any(not fits_in(p, s, exact) for p, s in pairs):
                     continue
+                if not exact and not self.notes.widened:
+                    text = f"each rank draws torch.{name}() for its own longest sample"
+                    self.notes.problems.append(text)
                 # A few bits or numbers may be the same by chance.
                 enough = like.numel() >= 16 or name in ("rand", "randn", "normal_")
                 if len(parts) > 1 and enough:
@@ -274,7 +279,8 @@ def has_rows(value, count, depth=2):
         return False
     entries = [has_rows(entry, count, depth - 1) for entry in entries_of(value)]
     if isinstance(value, Mapping):
-        return any(entries)
+        arrays = [e for e in value.values() if is_array(e) and e.ndim > 0]
+        return all(len(e) == count for e in arrays) if arrays else any(entries)
     return len(value) == count or (entries != [] and all(entries))
 
 

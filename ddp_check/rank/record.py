@@ -14,8 +14,7 @@ read only if somebody asks for it:
     length    loader            numbers of samples and of batches
     draw      (step, name, number)          random numbers: see draws.py
     turn      (turn, name, number)          the place of such a draw
-    factors   (step, number of the backward())    of sums in the loss
-    means     (step, number of the backward())    those that make them a mean
+    sums      (step, call of backward())    the sums in a loss: see losses.py
     rows      (step, number)    signatures of what enters batch norm and dropout
 
 The first five are those of rank 0: the other ranks have the same.

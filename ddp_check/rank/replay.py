@@ -2,6 +2,7 @@
 
 import torch
 
+from ddp_check.rank.losses import Means
 from ddp_check.rank.merge import Merge, find_rows
 from ddp_check.rank.record import Recorded
 from ddp_check.rank.tensors import checksum, comparison
@@ -119,10 +120,8 @@ class Replay(Reference):
             self.batches.append({name: known.get(key, []) for name, key in pairs})
         self.order = options.replay.order
         self.merge = Merge(self.order, self.batches_of_all)
-        self.means = set()  # factors that make a mean of the samples of a rank
-        for recorded in self.ranks:
-            for place in recorded.keys("means"):
-                self.means.update(*recorded.get("means", place))
+        sums = [{key: r.get("sums", key) for key in r.keys("sums")} for r in self.ranks]
+        self.means = Means(sums)
         self.rows = None  # where those of each rank are, in the layer that draws
         self.now = None  # the iteration whose batches are given
         self.alone = False  # rank 0 reads for all ranks
@@ -206,15 +205,12 @@ class Replay(Reference):
 
     # ---- Losses
     def as_on_a_rank(self, place, terms, loss):
-        """Divided by the ranks, if each of them multiplies its own by the same number.
+        """Divided by the ranks, if it is a mean of each rank: see losses.py.
 
-        terms: those of sums_in(loss). The number makes a mean of the samples of a rank,
-        in this step, or in those that are not the last one of an epoch.
+        terms: those of sums_in(loss).
         """
-        factors = [recorded.get("factors", place, []) for recorded in self.ranks]
-        pairs = zip(terms, *factors)
-        own = [self.means.intersection(mine, *theirs) for (mine, _), *theirs in pairs]
-        if self.order == "in turn" or len(own) < len(terms) or not any(own):
+        own = self.means.are_of_ranks(place, terms)
+        if self.order == "in turn" or not any(own):
             return loss
         if not all(own):
             text = "a loss of which a part is divided by the samples of a rank"

@@ -87,6 +87,8 @@ class Steps:
     def optimize(self, optimizer, has_gradients):
         """An optimizer makes a step. A closure may compute the gradients in it."""
         self.start(self.weights.see_optimizer(optimizer))
+        if self.call == (0, 0):
+            self.weights.forget_dropped()
         for group, names in zip(optimizer.param_groups, self.weights.names(optimizer)):
             if names:
                 step = self.ended or self.now

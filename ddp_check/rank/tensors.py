@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import math
 import zlib
 from collections.abc import Mapping
 
@@ -122,58 +121,3 @@ def signatures(x):
     """A number for each row, by which it is known again."""
     rows = whole(x).flatten(1)
     return rows @ torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype)
-
-
-def sums_in(loss):
-    """For each term of a loss: what its sum is multiplied by, and the shape of x.
-
-    (1 / 16,), (16, 6) for x.sum() / 16. A term that is no sum, such as a mean: (), ().
-    """
-    terms, waiting = [], [(loss.grad_fn, ())]
-    while waiting:
-        node, factors = waiting.pop()
-        name = node.name() if node is not None else ""
-        after = [node for node, _ in node.next_functions] if node is not None else []
-        if name in ("AddBackward0", "SubBackward0", "NegBackward0"):
-            waiting += [(one, factors) for one in after if one is not None]
-        elif name in ("DivBackward0", "MulBackward0") and (number := scalar_of(node)):
-            factor = 1 / number if name == "DivBackward0" else number
-            waiting.append((after[0] or after[-1], (*factors, factor)))
-        else:
-            is_sum = name.startswith("SumBackward")
-            is_sum |= getattr(node, "_saved_reduction", 0) == 2
-            terms.append((factors, shape_of_sum(node)) if is_sum else ((), ()))
-        if len(terms) + len(waiting) > 100:
-            return []
-    return terms
-
-
-def shape_of_sum(node):
-    if hasattr(node, "_saved_target"):  # a loss of torch
-        return tuple(node._saved_target.shape)
-    return tuple(getattr(node, "_saved_self_sym_sizes", ()))
-
-
-def divisors_in(terms, batches, ranks):
-    """For each term, its factors that make it a mean: over its values, or its rows.
-
-    batches: how many samples the batches have. A sum over two values of each sample
-    may be divided by the samples of two ranks, which is no mean of this rank.
-    """
-    means = []
-    for factors, shape in terms:
-        rows = {*batches, *shape[:1]}
-        counts = rows | {math.prod(shape)} - {n * ranks for n in rows}
-        means.append([f for f in factors if any(abs(f * n - 1) < 1e-6 for n in counts)])
-    return means
-
-
-def scalar_of(node):
-    """The number that a tensor was divided or multiplied by, or 0."""
-    with private("without dispatch modes")():
-        for name in ("_raw_saved_other", "_raw_saved_self"):
-            # Not unpacked: a checkpoint would compute its layers again.
-            other = getattr(getattr(node, name, None), "data", None)
-            if torch.is_tensor(other) and other.numel() == 1 and other.grad_fn is None:
-                return 0 if other.requires_grad else float(other)
-    return 0

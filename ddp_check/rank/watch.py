@@ -28,14 +28,13 @@ from ddp_check.rank.draws import Draws
 from ddp_check.rank.generators import Generators
 from ddp_check.rank.layers import Layers, is_of_func
 from ddp_check.rank.loaders import Loaders
+from ddp_check.rank.losses import counts_of, sums_in
 from ddp_check.rank.patch import wrap
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import (
     checksum,
     checksums_of_buffers,
-    divisors_in,
     rows_of,
-    sums_in,
     tensors_in,
 )
 
@@ -333,15 +332,12 @@ class Watcher:
         self.since.clear()
 
     def see_loss(self, loss):
-        """A rank may divide a sum by a fixed number: that of its own rows, or values.
-
-        One process with the rows of all ranks would divide by the same number.
-        """
+        """Returns it, or in a replay what takes its place: see losses.py."""
         place, terms = (self.step.number, self.step.backwards), sums_in(loss)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         batches = [len(fetch.ids) for fetch in self.since.values()]
-        self.steps.keep("factors", place, [factors for factors, _ in terms])
-        self.steps.keep("means", place, divisors_in(terms, batches, ranks))
+        counted = [(f, counts_of(shape, batches, ranks)) for f, shape in terms]
+        self.steps.keep("sums", place, counted)
         replay = self.steps.replay
         return replay.as_on_a_rank(place, terms, loss) if replay else loss
 
@@ -364,6 +360,8 @@ class Watcher:
     def fetched(self, fetch, batch, rows):
         if self.steps.now.number == 0 and not self.steps.now.fetched:
             self.steps.now.other_draws.clear()  # the set-up has drawn them
+            if self.steps.replay:
+                self.steps.replay.merge.take_notes()
         self.last = fetch
         self.steps.now.fetched.append(fetch)
         if batch is not None:

@@ -1,5 +1,7 @@
 """Weights and optimizers, known by the names that the weights have in the model."""
 
+import sys
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +62,13 @@ class Weights:
                 new.append(self.add(f"parameter {self.raw}", weight))
                 self.raw += 1
         return new
+
+    def forget_dropped(self):
+        """A script may try a model, such as to see how much fits, and drop it."""
+        for name in list(self.named):
+            if sys.getrefcount(self.named[name]) <= 2:  # here, and as the argument
+                del self.name_of[id(self.named[name])], self.named[name]
+                self.bits.pop(name), self.values.pop(name)
 
     def add(self, name, weight):
         name = self.name_in_reference(name, weight)

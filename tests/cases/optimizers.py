@@ -4,6 +4,7 @@
 # case: hooks | ok alone; ok moves steps=20; ok gradient steps=20
 # case: sam | ok gradient
 # case: temperature | WRONG weights first=0; note left out
+# case: tries | ok weights; ok gradient
 # case: parts | note own weights; note left out
 from common import *
 
@@ -65,6 +66,9 @@ else:
 scale = torch.ones(1, requires_grad=True)
 if case == "temperature":
     optimizers.append(torch.optim.SGD([scale], 0.1))
+if case == "tries":  # another model, which has other weights on each rank
+    torch.manual_seed(rank)
+    mse(mlp()(x_all), x_all).backward()
 critic = DistributedDataParallel(nn.Linear(8, 1))
 other = torch.optim.Adam(critic.parameters(), 0.01)
 torch.manual_seed(rank)

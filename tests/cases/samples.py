@@ -9,6 +9,7 @@
 # case ci: hand | ok gradient; ok masks
 # case: stream | note order; ok gradient
 # case: shard | ok samples; note order; ok gradient
+# case: lazy | ok samples; ok gradient
 # case: thread | ok samples; ok gradient
 # case: agent | ok gradient
 # case: rows | note no samples; note not replayed
@@ -24,6 +25,17 @@ from common import *
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([dataset[i] for i in range(rank, 320, size)])
+
+
+class Lazy(TensorDataset):
+    """It opens a file when it is first asked, so that each worker has its own."""
+
+    opened_by = None
+
+    def __getitem__(self, i):
+        self.opened_by = self.opened_by or os.getpid()
+        assert self.opened_by == os.getpid()
+        return super().__getitem__(i)
 
 
 class Changed(TensorDataset):
@@ -84,6 +96,8 @@ if case == "shard":  # rank r has rows r, r + W, ..., which are no tensors yet
     dataset, options = x_all[rank::size].tolist(), {"collate_fn": stack}
 if case == "thread":
     dataset = Changed(*dataset.tensors)
+if case == "lazy":
+    dataset, options = Lazy(*dataset.tensors), options | {"num_workers": 1}
 if case == "hand":
     options = {"sampler": RandomSampler(dataset)}
 loader = DataLoader(dataset, 32 if case in ("hand", "grows") else rows, **options)
