@@ -82,7 +82,8 @@ class Run:
         if self.hangs:
             last = f"it does not end within {self.timeout:.0f} s"
         missing = re.search("No such file|not found|(?<!Module)NotFound", why)
-        hint = FILE_HINT if missing else ""
+        program = "subprocess.py" in self.said.get("errors", "")
+        hint = FILE_HINT if missing and not program else ""
         if re.search("cuda:-1|but got: None", why):
             hint = RANK_HINT
         values = {"error": textwrap.shorten(last, 160), "why": why, "hint": hint}

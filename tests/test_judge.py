@@ -234,7 +234,7 @@ def uneven(gradients, every=1, count=20, rows=(16, 15)):
     for number in range(0, count, every):
         for rank, of_rank in enumerate(recorded):
             of_rank[number].inputs = [(number, rank, i) for i in range(rows[rank])]
-            of_rank[number].parts = []
+            of_rank[number].parts, of_rank[number].fetched = [], []
     replayed = replay_of(recorded)
     for number in range(0, count, every):
         replayed[number].gradients = gradients
@@ -257,6 +257,15 @@ def test_uneven_rows():
     empty = compare.summarize(uneven(table(0.5), every=19, rows=(4, 0)))
     assert empty.right and empty.uneven[:2] == (0, [4, 0])
     assert compare.summarize(uneven(table(2), every=19, rows=(4, 0))).wrong
+
+
+def test_boxes_are_no_samples():
+    """The ranks have as many images, and so as many indices of the loader."""
+    recorded = ranks_of(4)
+    for s in recorded[1]:
+        s.inputs = s.inputs[:2]
+    replayed = replay_of(recorded, gradients=table(noise=0.01))
+    assert compare.summarize(compare.compare(recorded, replayed)).wrong
 
 
 def test_odd_traces():

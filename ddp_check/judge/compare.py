@@ -185,6 +185,9 @@ def compare_step(ranks, one, limit, context):
         if reason and (explains_all or not multiple):
             return Excused(reason)
     rows = [len(step.inputs) for step in ranks]
+    loaded = [sum(len(fetch.ids) for fetch in step.fetched) for step in ranks]
+    if all(loaded) and len(set(loaded)) == 1:  # as many samples, though not boxes
+        rows = loaded
     # Ranks without samples add zeros to the mean, so that it is smaller.
     empty = multiple and abs(different.factor - share_with_rows(rows)) <= limit
     within = different.distance <= most_of(rows)

@@ -321,6 +321,8 @@ class OnCpu(TorchFunctionMode):
             return args[0]
         if name == "cpu":  # a copy, as on a real machine: best = model.weight.cpu()
             return function(*args, **kwargs).clone()
+        if name in ("cuda", "to") and not args[0].is_contiguous():
+            args[0] = args[0].clone()  # a move to a GPU makes it dense
         if name == "cuda":
             place = kwargs.get("device", args[1] if len(args) > 1 else None)
             return args[0].to(self.gpus._on_cpu("cuda" if place is None else place))
