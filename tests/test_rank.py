@@ -22,7 +22,7 @@ from ddp_check.rank.merge import Merge, find_rows, known_padding, numbered
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
-from ddp_check.rank.tensors import checksum, comparison, rows_of
+from ddp_check.rank.tensors import checksum, comparison, rows_of, signatures
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
 from harness import launch, processes
 
@@ -250,6 +250,16 @@ def test_rows_that_a_script_has_moved_are_found_again():
     assert find_rows([one, two], whole[1:]) is None
     assert find_rows([one, one], whole) is None  # other rows
     assert [*map(list, find_rows([whole, whole], whole))] == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_signatures_of_any_tensor():
+    x = torch.rand(3, 4, 2)
+    other = signatures(x.flip(2))
+    assert len(signatures(x)) == 3 and not torch.equal(signatures(x), other)
+    assert len(signatures(x[0, 0])) == 2
+    for odd in (torch.ones(()), torch.ones(0, 4)):
+        assert len(signatures(odd)) == 0
+    assert find_rows([torch.zeros(0)] * 2, torch.zeros(0)) is None
 
 
 def test_rows_are_numbered():

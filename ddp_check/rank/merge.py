@@ -231,7 +231,7 @@ def find_rows(parts, whole):
     if len(parts) > 1 and len(parts[0]) == len(whole):
         parts = parts[:1]
     theirs = torch.cat(parts)
-    if len(theirs) != len(whole):
+    if len(theirs) != len(whole) or len(whole) == 0:
         return None
     near = theirs.abs().max().clamp(min=1e-30) * torch.finfo(theirs.dtype).eps ** 0.5
     whole, theirs = (whole / near).round(), (theirs / near).round()

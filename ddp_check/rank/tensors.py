@@ -119,5 +119,7 @@ def rows_of(tensors):
 
 def signatures(x):
     """A number for each row, by which it is known again."""
-    rows = whole(x).flatten(1)
+    if x.dim() == 0 or x.is_nested or x.numel() == 0:
+        return torch.zeros(0)
+    rows = whole(x).reshape(len(x), -1)
     return rows @ torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype)

@@ -1,7 +1,8 @@
 """Hears what the script calls, and tells the other files of this room.
 
-steps.py: what becomes of the weights. loaders.py: batches. draws.py and generators.py:
-random numbers. replay.py: what was recorded, and is given again.
+steps.py: what becomes of the weights. loaders.py: batches. layers.py: batch norm and
+dropout. losses.py: what sums are divided by. draws.py and generators.py: random
+numbers. replay.py: what was recorded, and is given again.
 """
 
 import contextlib
