@@ -209,6 +209,14 @@ def test_a_sum_divided_by_the_rows_or_values_of_a_rank():
         assert means.are_of_ranks((0, 1), [((0.5 / divisor,), ())]) == [False]
 
 
+def test_a_number_is_that_of_most_batches():
+    """Ten batches of 16 samples, and a last one of two."""
+    for factor, is_mean in ((1 / 16, True), (0.5, False)):
+        sums = {(step, 1): [((factor,), {16})] for step in range(10)}
+        sums[10, 1] = [((factor,), {2})]
+        assert Means([sums] * 2).are_of_ranks((10, 1), sums[10, 1]) == [is_mean]
+
+
 def test_other_numbers_that_a_sum_is_divided_by():
     """Those that cancel, and the batches that are accumulated, are no rows of it."""
     assert own_factors((0.5, 1.0, 2.0, 0.04), 2) == {1.0, 0.04}

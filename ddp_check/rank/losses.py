@@ -80,13 +80,15 @@ class Means:
     def __init__(self, ranks):
         self.ranks = ranks
         self.calls = Counter(step for step, _ in ranks[0])  # of each step
-        self.known = set()  # those that make a mean in some step
+        seen, means = Counter(), Counter()
         for terms_of in ranks:
             for (step, _), terms in terms_of.items():
                 for factors, counts in terms:
                     for factor in own_factors(factors, self.calls[step]):
-                        if any(abs(factor * n - 1) < 1e-6 for n in counts):
-                            self.known.add(factor)
+                        seen[factor] += 1
+                        means[factor] += any(abs(factor * n - 1) < 1e-6 for n in counts)
+        # Mostly: the last batch of an epoch may be smaller, and 0.5 its mean by chance.
+        self.known = {factor for factor in seen if 2 * means[factor] > seen[factor]}
 
     def are_of_ranks(self, place, terms):
         """For each term of a loss, whether all ranks have made it a mean so."""
