@@ -141,7 +141,8 @@ class Step:
     # What has happened so far: "cuda" (asked for one), "hook" (DDP's communication
     # hook), "wrapped" (a DDP object was made), "join", "own seed" (the GPUs have one),
     # "shared gpu", "alone" (rank 0 reads for all ranks), "cut" (the bound of the
-    # recording has been reached).
+    # recording has been reached), "other length" (a loader of one process has other
+    # numbers of batches than that of a rank, before it gets these).
     marks: list = dataclasses.field(default_factory=list)
     address: str = ""  # where the script wants the ranks to meet, if not at torchrun's
     outside: str = ""  # a file that it saves outside of its folder

@@ -293,9 +293,10 @@ def test_most_steps_must_be_the_same():
 
 
 # ---- The first answer ----------------------------------------------------------------
-def gradient_lines(steps, **more):
+def gradient_lines(steps, marks=(), **more):
     run = run_of(ranks_of(**more))
-    return lines(first.judge_gradients(compare.summarize(steps), run))
+    one = run_of([[step(0, marks=marks)]])
+    return lines(first.judge_gradients(compare.summarize(steps), run, one))
 
 
 def test_lines_on_gradients():
@@ -303,14 +304,20 @@ def test_lines_on_gradients():
     assert gradient_lines(same) == ["ok gradient"]
     assert gradient_lines(off + same) == ["WRONG gradient"]
     assert gradient_lines(same + off + same) == ["WRONG later gradient"]
+    # A schedule of one process may count more batches in an epoch.
+    longer = {"marks": ["other length"]}
+    assert gradient_lines(same + off, **longer) == ["note not replayed"]
+    assert gradient_lines(off + same, **longer) == ["WRONG gradient"]
+    twice = [Different(0.5, 2.0, [], 3)]
+    assert gradient_lines(same + twice, **longer) == ["WRONG later gradient"]
     excused = [Excused("It is so.")]
     assert gradient_lines(excused * 9 + off) == ["WRONG gradient"]
     assert gradient_lines(excused) == ["note not replayed"]
     run = run_of(ranks_of())
     run.steps[1][3].buffers = {"center": 1}
-    found = first.judge_gradients(compare.summarize(off), run)
+    found = first.judge_gradients(compare.summarize(off), run, run)
     assert lines(found) == ["WRONG buffers"]
-    found = first.judge_gradients(compare.summarize(same), run)
+    found = first.judge_gradients(compare.summarize(same), run, run)
     assert lines(found) == ["ok gradient", "note buffers differ"]
 
 

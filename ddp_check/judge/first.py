@@ -286,7 +286,7 @@ def replay(launcher, report, run, samples, order=""):
             results = [replay_in_order(launcher, report, run, samples, "in turn")]
             break
     best = min(results, key=lambda result: rank_of(result.verdict))
-    report.say(*judge_gradients(best.verdict, run))
+    report.say(*judge_gradients(best.verdict, run, best.one))
     return best
 
 
@@ -329,7 +329,7 @@ def missing(one):
     return "One process makes fewer steps."
 
 
-def judge_gradients(verdict, run):
+def judge_gradients(verdict, run, one):
     values = {"ranks": run.ranks, "steps": verdict.steps, "same": verdict.same}
     if verdict.wrong:
         different = verdict.different
@@ -341,8 +341,17 @@ def judge_gradients(verdict, run):
         buffers = differing_buffers(run)
         if buffers and not compare.is_multiple(different, 1e-5):
             return [line("WRONG", "buffers", names=buffers, **values)]
-        row = "later gradient" if verdict.first == verdict.before > 0 else "gradient"
-        return [line("WRONG", row, **values)]
+        later = verdict.first == verdict.before > 0
+        if later and "other length" in one.marks() and not different.scales:
+            reason = (
+                f"It is right before step {verdict.first}. Then a schedule may count "
+            )
+            reason += (
+                "the batches of an epoch, of which one process has more. Divide the "
+            )
+            reason += "batch size by the ranks, such as --batch_size {32}, to know it."
+            return [line("note", "not replayed", reason=reason, **values)]
+        return [line("WRONG", "later gradient" if later else "gradient", **values)]
     found = []
     if verdict.right:
         found.append(line("ok", "gradient", off=verdict.off, **values))

@@ -30,6 +30,7 @@ class Loaders:
         self.replay = replay
         self.known = []  # [data set, batch size, number of iterations]
         wrap(DataLoader, "__iter__", self.see_iteration)
+        self.length = DataLoader.__len__
         wrap(DataLoader, "__len__", self.see_length)
         wrap(*PRIVATE["next indices"], self.see_indices)
 
@@ -50,6 +51,10 @@ class Loaders:
         key = number, self.known[number][-1]
         self.known[number][-1] += 1
         if self.replay and self.replay.gives(key):
+            with contextlib.suppress(TypeError):
+                own = self.length(loader)
+                if own != self.replay.length(number, None):
+                    self.listener.has_other_length()
             return self.give(key)
         if getattr(loader, "_iterator", None) is not None:  # workers that persist
             loader._iterator.check_indices = deque()

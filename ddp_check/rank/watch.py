@@ -355,6 +355,9 @@ class Watcher:
     def sees_loader(self, number, samples, batches):
         self.steps.keep("length", number, (samples, batches))
 
+    def has_other_length(self):
+        self.marks.add("other length")
+
     def gives(self):
         self.note_generators()
 
