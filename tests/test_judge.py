@@ -703,6 +703,13 @@ def test_another_learning_rate_is_named():
     assert resumed(change=change_rate)[-1].values["rates"] == text
 
 
+def test_the_set_up_of_a_relaunch_may_draw():
+    def seed(again, stopped):
+        again.steps[0][0].other_draws = {"numpy.random": 1}
+
+    assert lines(resumed(change=seed)) == ["LOSES lost", "ok rest"]
+
+
 def test_without_a_loader_the_inputs_are_the_samples():
     def found(change, **more):
         return lines(resumed(two=run_of(ranks_of(fetched=[])), change=change, **more))

@@ -167,7 +167,7 @@ def judge_rest(two, again, done):
         return [line("WRONG", "other samples", first=min(inputs))]
     found = []
     # Generators beside torch's, whose old numbers it does not get again
-    others = any(a.other_draws != b.other_draws for _, (a, b) in pairs)
+    others = any(draws_otherwise(*pair, number == 0) for number, pair in pairs)
     unsure = first is not None and (others or inputs and drawn)
     if who or others or unsure:
         names = " and ".join(f"rank {rank}" for rank in who or range(two.ranks))
@@ -189,6 +189,12 @@ def judge_rest(two, again, done):
         values["rates"] = text
     values["apart"] = "the same bits" if all(same) else f"{far:.0e} apart"
     return [*found, judge(first is None, "rest", **values)]
+
+
+def draws_otherwise(a, b, is_first):
+    """Beside torch's generators. The set-up of a relaunch may have used others."""
+    names = a.other_draws if is_first else a.other_draws | b.other_draws
+    return any(a.other_draws.get(name) != b.other_draws.get(name) for name in names)
 
 
 def other_samples(two, again, done, kind):
