@@ -144,7 +144,8 @@ def traceback_of(text):
             prefix = prefix[1:]  # a progress bar stands before it
         own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
-        end = re.search(r"^(?!Traceback)\w.*\n", own, re.MULTILINE)
+        # The words of some errors begin in a line below.
+        end = re.search(r"^(?!Traceback)\w.*?(:\s+\w.*)?\n", own, re.MULTILINE)
         if end:
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
             rank = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))

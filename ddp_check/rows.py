@@ -155,7 +155,8 @@ bad: {ranks} ranks: in step {first} and later ones, the gradient is not that of 
      process with the same samples: {off:.0e} off
 help: {scale} The steps before are right. Does each rank update something from its own
      samples (a queue, a codebook, a running mean)? Is the loss a mean over what ranks
-     may have unequal numbers of (tokens, boxes)? Does a branch begin here?
+     may have unequal numbers of (tokens, boxes)? Does a branch begin here? Or does it
+     count batches, of which one process has more (pass --batch_size {{32}})?
 [buffers] gradients
 bad: {ranks} ranks: these buffers follow each rank's own samples: {names}
 help: From step {first} on, the gradient is not that of one process with the same

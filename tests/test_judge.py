@@ -933,6 +933,15 @@ def test_first_traceback():
     assert first_traceback(both).endswith("assert x\nAssertionError")
 
 
+def test_the_words_of_an_error_may_begin_in_the_next_line():
+    text = 'Traceback (most recent call last):\n  File "mine.py", line 3\n    x()\n'
+    said = first_traceback(
+        text + "RuntimeError: \nUnknown builtin op: cuda::x.\nmore\n"
+    )
+    assert said.endswith("RuntimeError: \nUnknown builtin op: cuda::x.")
+    assert first_traceback(text + "KeyError: 'x'\nmore\n").endswith("KeyError: 'x'")
+
+
 def test_an_error_while_another_one_is_handled():
     """The first one is in a library only, as that of a download."""
     text = "Traceback (most recent call last):\n"

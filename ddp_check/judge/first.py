@@ -87,7 +87,7 @@ def first_launch(launcher, report):
         run = again
     # Gloo, which takes the place of NCCL, refuses some calls.
     words = run.words()
-    refused = re.search("gloo|not implemented", words["error"], re.I)
+    refused = re.search("gloo|not implemented|op: cuda::", words["error"], re.I)
     refused = refused and "by peer" not in words["error"]
     refused = refused and launcher.gpus and not run.ended_well
     if refused or "cannot be imitated" in run.said.get("errors", ""):

@@ -64,6 +64,7 @@ class Loaders:
         return Batches(self, key, iterator, data, loader.batch_sampler is not None)
 
     def give(self, key):
+        self.listener.begins_to_give()
         for batch in self.replay.give(key):
             self.listener.gives()
             self.see_batch(trace.Fetch(key), batch, 0)

@@ -358,14 +358,16 @@ class Watcher:
     def has_other_length(self):
         self.marks.add("other length")
 
+    def begins_to_give(self):
+        if self.steps.now.number == 0 and not self.steps.now.fetched:
+            self.steps.replay.merge.take_notes()  # of the set-up
+
     def gives(self):
         self.note_generators()
 
     def fetched(self, fetch, batch, rows):
         if self.steps.now.number == 0 and not self.steps.now.fetched:
             self.steps.now.other_draws.clear()  # the set-up has drawn them
-            if self.steps.replay:
-                self.steps.replay.merge.take_notes()
         self.last = fetch
         self.steps.now.fetched.append(fetch)
         if batch is not None:
