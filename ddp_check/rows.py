@@ -92,10 +92,9 @@ help: Is each loss computed with the DDP object, not with the model inside it? I
 bad: the weights of the ranks differ in step {first}, and are the same again in {again}
 help: Is this local SGD, which averages weights now and then? Otherwise look for a step
      that is made under no_sync(), or for weights that one rank changes by itself.
-[own weights]
-bad: not judged: weights that differ between the ranks from the start: {names}
-help: Does each rank have a part of a layer? Otherwise they are not in DDP, and each
-     rank has made them with a seed of its own.
+[parts]
+bad: not judged: weights of which each rank has a part: {names}
+help: On one process they have another shape.
 [same gpu] hangs
 bad: all ranks of a machine use GPU 0
 help: NCCL refuses that: "Duplicate GPU detected". Call
@@ -286,7 +285,8 @@ help: {hint}{why}
 [machines] samples
 ok: it trains as two ranks on one machine do
 bad: on two machines it trains differently from two ranks on one
-help: Is LOCAL_RANK used in place of RANK, or to make a seed?
+help: Is LOCAL_RANK used in place of RANK, or to make a seed? Does one rank of each
+     machine draw numbers, as in an evaluation?
 [shared disk] samples
 bad: two machines need a shared disk: {error}
 help: In folders of their own, they fail. In one folder, both train.

@@ -352,21 +352,20 @@ def test_a_number_with_an_optimizer_of_its_own_has_half_of_the_steps():
     assert lines(first.judge_run(run)[0]) == RIGHT[1:]
 
 
-OWN = [
-    ("parameter 0", (0, 0), "WRONG weights"),  # such as log_alpha of SAC
-    ("parameter 0", (1, 2), "ok weights"),  # a part of all weights (ZeRO)
-    ("centers", (1, 2), "note own weights"),  # a part of a layer
+PARTS = [
+    ("alpha", [], "WRONG weights"),
+    ("parameter 0", ["parameter 0"], "ok weights"),  # of all weights (ZeRO)
+    ("centers", ["centers"], "note parts"),  # of a layer
 ]
 
 
-@pytest.mark.parametrize("name, starts, expected", OWN)
-def test_a_weight_that_differs_from_the_start(name, starts, expected):
+@pytest.mark.parametrize("name, parts, expected", PARTS)
+def test_a_rank_may_have_a_part_of_a_weight(name, parts, expected):
     run = run_of(ranks_of())
-    for rank, (of_rank, start) in enumerate(zip(run.traces, starts)):
-        of_rank.starts.append(Start(0, {name: start}))
-        for s in of_rank.steps:
-            s.bits[name] = start + rank + s.number
-    found, _, same = first.judge_run(run)
+    for rank, steps in enumerate(run.steps):
+        for s in steps:
+            s.bits[name] = rank + s.number
+    found, _, same = first.judge_run(run, parts)
     assert lines(found)[-1] == expected and same == (expected == "ok weights")
 
 
@@ -809,6 +808,17 @@ def test_two_machines():
     smaller = run_of(ranks_of(inputs=[1, 2], fetched=[]))
     two = Samples(run_of(ranks_of(fetched=[])))
     assert lines(machines.judge_machines(smaller, two)[0]) == ["note machine batch"]
+
+
+def test_numbers_that_one_rank_of_each_machine_draws():
+    one, two = run_of(ranks_of()), run_of(ranks_of())
+    for s in [*two.steps[0][3:], *two.steps[1][3:]]:
+        s.bits = {"last": -1}
+    assert not machines.draws_otherwise(one, two)
+    two.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 1)]
+    assert machines.draws_otherwise(one, two)
+    two.steps[1][5].fetched[0].ids = [7]
+    assert not machines.draws_otherwise(one, two)
 
 
 # ---- Printed numbers -----------------------------------------------------------------

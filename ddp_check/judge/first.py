@@ -42,7 +42,8 @@ def first_answer(launcher, report, alone):
     run = first_launch(launcher, report)
     if run is None:
         return None
-    found, goes_on, same = judge_run(run)
+    parts = parts_in(launcher, report, run) if run.ended_well else []
+    found, goes_on, same = judge_run(run, parts)
     report.say(*found)
     if not goes_on:
         return None
@@ -146,7 +147,7 @@ def trains_together(run):
     return steps[0].ranks > 1 and 2 * sum(map(bool, carries)) > len(steps)
 
 
-def judge_run(run):
+def judge_run(run, parts=()):
     """(the findings, whether it can be judged further, and whether the ranks agree)."""
     if run.ended_well and any(run.steps) and not all(run.steps):
         one, two = map(len, run.steps[:2])
@@ -160,10 +161,11 @@ def judge_run(run):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    own = own_weights(run)
     pairs = []
     for steps in zip(one, two):
-        a, b = [{n: bits for n, bits in s.bits.items() if n not in own} for s in steps]
+        a, b = [
+            {n: bits for n, bits in s.bits.items() if n not in parts} for s in steps
+        ]
         pairs.append((steps[0].number, a == b))
     first = next((number for number, same in pairs if not same), None)
     again = next((number for number, same in pairs[first or 0 :] if same), None)
@@ -203,21 +205,26 @@ def judge_run(run):
         found.append(line("note", "weights meet", first=first, again=again))
     elif same or not joins:
         found.append(judge(first is None, "weights", first=first))
-    named = [name for name in own if not name.startswith("parameter ")]
+    named = [name for name in parts if not name.startswith("parameter ")]
     if named:
-        found.append(line("note", "own weights", names=compare.listed(named)))
+        found.append(line("note", "parts", names=compare.listed(named)))
     return found, True, same and first is None and not named
 
 
-def own_weights(run):
-    """A few that are never the same on two ranks: each may have a part of a layer."""
-    one, two = [
-        [{n: bits for start in of_rank.starts for n, bits in start.bits.items()}]
-        + of_rank.bits
-        for of_rank in run.traces[:2]
-    ]
-    always = [n for n in one[0] if all(a.get(n) != b.get(n) for a, b in zip(one, two))]
-    return always if 2 * len(always) <= len(one[0]) else []
+def parts_in(launcher, report, run):
+    """Weights that differ between ranks, and that have another shape on one process.
+
+    Each rank has a part of them, such as a classifier for its own classes.
+    """
+    differ = set()
+    for a, b in zip(*run.bits[:2]):
+        differ |= {name for name in a.keys() & b.keys() if a[name] != b[name]}
+    if not differ or (run.steps[0] and differ == set(run.bits[0][0])):
+        return []
+    report.title("Weights differ: one step on one process")
+    more = {"steps": 1, **reference(run)}
+    one = launcher.run("1-rank-one-step", 1, **more).steps[0]
+    return sorted(differ - one[0].weights.keys()) if one else []
 
 
 def ends_early(run):

@@ -5,7 +5,8 @@
 # case: sam | ok gradient
 # case: temperature | WRONG weights first=0; note left out
 # case: tries | ok weights; ok gradient
-# case: parts | note own weights; note left out
+# case: parts | note parts; note left out
+# case: forgotten | WRONG weights first=0; note left out
 from common import *
 
 
@@ -36,6 +37,10 @@ def backward():
         (scale * mse(wrapped(x), y)).backward()
         return
     if case == "parts":  # such as the classes of this rank
+        each = (wrapped(x)[:, rank::size] + part(x) - y[:, rank::size]).square()
+        each.mean().backward()
+        return
+    if case == "forgotten":  # it is not in DDP
         mse(wrapped(x) + part(x), y).backward()
         return
     if case != "gan":
@@ -72,8 +77,8 @@ if case == "tries":  # another model, which has other weights on each rank
 critic = DistributedDataParallel(nn.Linear(8, 1))
 other = torch.optim.Adam(critic.parameters(), 0.01)
 torch.manual_seed(rank)
-part = nn.Linear(8, 8)
-if case == "parts":
+part = nn.Linear(8, 8 // size if case == "parts" else 8)
+if case in ("parts", "forgotten"):
     optimizers.append(torch.optim.SGD(part.parameters(), 0.1))
 for epoch in range(2):
     sampler.set_epoch(epoch)
