@@ -500,6 +500,8 @@ def test_data_of_each_rank():
             s.fetched[0].ids = [10_000 * rank + s.number]
     found = lines(judge_samples(Samples(run_of(steps)))[0])
     assert found == ["ok samples", "note own data", "ok order"]
+    cut = [of_rank[:8] for of_rank in steps]  # before the end of its first epoch
+    assert lines(judge_samples(Samples(run_of(cut)))[0]) == found[:2]
 
 
 # ---- One process alone ---------------------------------------------------------------

@@ -144,9 +144,10 @@ def judge_samples(samples):
         if share >= 0.2:
             return found, False
     steps = samples.first_epoch()
-    in_epoch = samples.share_in_epoch(steps) if steps else None
+    in_epoch = samples.share_in_epoch(steps or len(run.steps[0]))
     if kind == "ids" and in_epoch is not None:
-        if (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
+        # Only of an epoch that has ended: a loader may go through several in one.
+        if steps and (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
             if len(set(sum(samples.of(0)[:steps], []))) > 2:
                 found.append(line("note", "whole epoch", share=in_epoch))
     elif in_epoch is not None and in_epoch < 0.2:
