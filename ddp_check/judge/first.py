@@ -161,12 +161,11 @@ def judge_run(run, parts=()):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    pairs = []
-    for steps in zip(one, two):
-        a, b = [
-            {n: bits for n, bits in s.bits.items() if n not in parts} for s in steps
-        ]
-        pairs.append((steps[0].number, a == b))
+
+    def shared(step):
+        return {name: bits for name, bits in step.bits.items() if name not in parts}
+
+    pairs = [(a.number, shared(a) == shared(b)) for a, b in zip(one, two)]
     first = next((number for number, same in pairs if not same), None)
     again = next((number for number, same in pairs[first or 0 :] if same), None)
     meet = first is not None and again is not None
@@ -350,13 +349,11 @@ def judge_gradients(verdict, run, one):
             return [line("WRONG", "buffers", names=buffers, **values)]
         later = verdict.first == verdict.before > 0
         if later and "other length" in one.marks() and not different.scales:
-            reason = (
-                f"It is right before step {verdict.first}. Then a schedule may count "
-            )
+            reason = f"It is right before step {verdict.first}. Then a schedule may "
+            reason += "count the batches of an epoch, of which one process has more. "
             reason += (
-                "the batches of an epoch, of which one process has more. Divide the "
+                "To know it, divide the batch size by the ranks: --batch_size {32}."
             )
-            reason += "batch size by the ranks, such as --batch_size {32}, to know it."
             return [line("note", "not replayed", reason=reason, **values)]
         return [line("WRONG", "later gradient" if later else "gradient", **values)]
     found = []
