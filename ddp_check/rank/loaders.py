@@ -123,7 +123,9 @@ class Batches:
         batch = map_tensors(self.loaders.cast, batch)
         if self.indices:
             chosen = self.indices.popleft()
-            chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
+            # A batch sampler may yield a range, say.
+            several = self.batches or isinstance(chosen, (list, tuple))
+            chosen = list(chosen) if several else [chosen]
             if all(index is not None for index in chosen):
                 fetch.ids = [zlib.crc32(repr(index).encode()) for index in chosen]
         self.loaders.see_batch(fetch, batch, len(fetch.ids) if self.batches else 0)
