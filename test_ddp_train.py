@@ -1399,8 +1399,8 @@ def test_signal_while_the_group_ends_is_no_error(tiny):
 @processes
 @pytest.mark.parametrize("action, code", [("raise", 1), ("SIGKILL", -9)])
 def test_no_worker_is_left_after_a_failure(tiny, action, code):
-    """At the first batch: they still import torch. `| tee` would wait for them."""
-    ranks = start_training(2, *tiny, "--workers", 1, fault=f"train_step 1 {action} 1")
+    """Before the first batch: they still import torch. `| tee` would wait for them."""
+    ranks = start_training(2, *tiny, "--workers", 1, fault=f"evaluate 1 {action} 1")
     for rank, of_rank in zip(ranks, (1, code), strict=True):
         rank.end(of_rank)
         rank.leaves_none()
