@@ -148,8 +148,8 @@ def traceback_of(text):
         end = re.search(r"^(?!Traceback)\w.*?(:\s+\w.*)?\n", own, re.MULTILINE)
         if end:
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
-            rank = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))
-            best.setdefault(rank, (frames, end[0]))
+            worth = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))
+            best.setdefault(worth, (frames, end[0]))
     return best[max(best)] if best else ([], "")
 
 

@@ -816,11 +816,11 @@ def test_numbers_that_one_rank_of_each_machine_draws():
     one, two = run_of(ranks_of()), run_of(ranks_of())
     for s in [*two.steps[0][3:], *two.steps[1][3:]]:
         s.bits = {"last": -1}
-    assert not machines.draws_otherwise(one, two)
+    assert not machines.draws_others_later(one, two)
     two.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 1)]
-    assert machines.draws_otherwise(one, two)
+    assert machines.draws_others_later(one, two)
     two.steps[1][5].fetched[0].ids = [7]
-    assert not machines.draws_otherwise(one, two)
+    assert not machines.draws_others_later(one, two)
 
 
 # ---- Printed numbers -----------------------------------------------------------------

@@ -79,10 +79,10 @@ def judge_bits(launcher, report, run, two):
     again = launcher.run("2-ranks-repeated")
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")
-    return line("note" if draws_otherwise(two, run) else "WRONG", "machines")
+    return line("note" if draws_others_later(two, run) else "WRONG", "machines")
 
 
-def draws_otherwise(one, two):
+def draws_others_later(one, two):
     """Whether they begin alike, with the same samples, but draw other numbers later.
 
     One rank of each machine may have evaluated, which draws a number.

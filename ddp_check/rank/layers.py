@@ -64,12 +64,12 @@ class Layers(TorchFunctionMode):
         if not is_of_func(x):
             rows = self.see_rows(x)
             if replay:
-                replay.rows = rows
+                replay.places = rows
         try:
             return layer(*args, **named)
         finally:
             if replay:
-                replay.rows = None
+                replay.places = None
 
     def see_sync_norm(self, forward, norm, x):
         """It normalizes the rows of all ranks, so there is nothing to replay."""

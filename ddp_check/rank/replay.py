@@ -122,7 +122,7 @@ class Replay(Reference):
         self.merge = Merge(self.order, self.batches_of_all)
         sums = [{key: r.get("sums", key) for key in r.keys("sums")} for r in self.ranks]
         self.means = Means(sums)
-        self.rows = None  # where those of each rank are, in the layer that draws
+        self.places = None  # of the rows of each rank, in the layer that draws
         self.now = None  # the iteration whose batches are given
         self.alone = False  # rank 0 reads for all ranks
 
@@ -188,7 +188,7 @@ class Replay(Reference):
         if self.order == "in turn":
             return self.draw_in_turn(name, turn, like)
         draws = [recorded.get("draw", (step, key, number)) for recorded in self.ranks]
-        return self.merge.draw(name, like, high, draws, self.rows)
+        return self.merge.draw(name, like, high, draws, self.places)
 
     def draw_in_turn(self, name, turn, like):
         """What the rank has drawn whose turn it is."""
