@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_check.rank.float64 import enter
 from ddp_check.rank.patch import private, wrap
-from ddp_check.rank.tensors import checksum, signatures
+from ddp_check.rank.tensors import checksum, is_norm, signatures
 
 
 class Layers(TorchFunctionMode):
@@ -79,6 +79,18 @@ class Layers(TorchFunctionMode):
         finally:
             self.synchronizes = False
 
+    def see_module(self, module):
+        """TorchScript does not tell when it normalizes."""
+        scripted = torch.jit.ScriptModule
+        if any(isinstance(x, scripted) and is_norm(x) for x in module.modules()):
+            self.steps.now.norms = True
+            self.cannot_normalize()
+
+    def cannot_normalize(self):
+        if self.steps.replay:
+            text = "batch norm of rows that are not those of the ranks"
+            self.steps.replay.merge.notes.problems.append(text)
+
     def see_batch_norm(self, norm, *args, **named):
         call = inspect.signature(norm).bind(*args, **named)
         call.apply_defaults()
@@ -95,9 +107,8 @@ class Layers(TorchFunctionMode):
         rows = self.see_rows(x) if training else None
         if rows:
             return norm_each(rows, norm, x, mean, var, *more)
-        if training and self.steps.replay:
-            text = "batch norm of rows that are not those of the ranks"
-            self.steps.replay.merge.notes.problems.append(text)
+        if training:
+            self.cannot_normalize()
         return norm(x, mean, var, *more)
 
 

@@ -57,11 +57,17 @@ def comparison(a, b):
     return trace.Comparison(*sums)
 
 
+def is_norm(layer):
+    """Whether it is batch norm, also in TorchScript."""
+    name = getattr(layer, "original_name", "")
+    return isinstance(layer, NORMS) or name.startswith("BatchNorm")
+
+
 def checksums_of_buffers(model):
     """Without batch norm, whose statistics rightly differ between ranks."""
     checksums = {}
     for path, layer in model.named_modules():
-        if not isinstance(layer, NORMS):
+        if not is_norm(layer):
             for name, buffer in layer.named_buffers(path, recurse=False):
                 checksums[name] = checksum(buffer)
     return checksums

@@ -302,6 +302,7 @@ class Watcher:
         if grad and any(weight.requires_grad for weight in weights):
             if trains:
                 self.begin(module)
+                self.layers.see_module(module)
             else:  # an evaluation, if no backward() follows
                 self.evaluated = module
             if type(module).__name__ == "FullyShardedDataParallel":

@@ -2,6 +2,7 @@
 # case ci: own | WRONG buffers names="['0.center']"
 # case: unused | ok gradient; note buffers differ names="['0.center']"
 # case: norm | ok gradient; note batch norm
+# case: norm-script | note not replayed; note batch norm
 # case: norm-sent | ok gradient; ok global batch; note alone norms | alone
 # case: norm-0 | ok gradient; note batch norm
 from common import *
@@ -33,6 +34,8 @@ dist.init_process_group("gloo")
 model = nn.Sequential(Center(), mlp())
 if case.startswith("norm"):
     model = mlp(nn.BatchNorm1d(16), nn.Tanh())
+if case == "norm-script":
+    model = torch.jit.script(model)
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 for epoch in range(2):
