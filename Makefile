@@ -67,7 +67,7 @@ test-fast: .venv/.tests ## the direct tests: seconds
 
 test-check: .venv/.tests ## does ddp_check find each fault, and only faults? minutes
 	$(PIP) accelerate==1.15.0 lightning==2.6.6 transformers==5.24.0
-	$(PYTEST) -n 2 -m check $(ARGS) tests/test_check.py
+	$(PYTEST) -n 2 -m check $(ARGS) tests/check/test_check.py
 
 test-engines: .venv/.tests ## Ray, Open MPI (apt-get install openmpi-bin), Kubernetes: minutes
 	$(PIP) "ray[default]==2.60.0" kubernetes-validate==1.37.0
@@ -91,7 +91,7 @@ lint: .venv/.tests ## ruff and shellcheck
 bench: setup ## speed against the bare loop, on this machine
 	$(VENV_PYTHON) benchmarks/bench.py $(ARGS)
 
-recipe: $(R:%=recipes/%.diff) ## R=fsdp2 OUT=my_train.py: write ddp_train.py with a recipe
+recipe: $(R:%=recipes/%.diff) ## R=fp16 OUT=my_train.py: write ddp_train.py with a recipe
 	@test ! -e $(OUT) || { echo "$(OUT) already exists"; exit 1; }
 	@cp ddp_train.py $(OUT)
 	@cat $^ | patch -s -r - --no-backup-if-mismatch $(OUT) || { rm $(OUT); exit 1; }

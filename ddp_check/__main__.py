@@ -42,7 +42,9 @@ two epochs. The script sees CHECK=1 in its environment.
 #   judge/         compare.py: the verdict on gradients; first.py: two ranks and the
 #                  replay; samples.py; alone.py: other numbers of ranks; resume.py;
 #                  machines.py; printed.py. A judge is a pure function of Runs where it
-#                  can be: tests/test_judge.py calls it on traces that it makes up.
+#                  can be.
+#   tests/check/   test_judge.py: judges, on traces that it makes up; test_rank.py:
+#                  functions of rank/; test_check.py: the scripts in cases/
 
 import argparse
 import faulthandler

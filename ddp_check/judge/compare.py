@@ -2,7 +2,7 @@
 
 compare() gives one verdict for each step. The reasons to excuse a step stand here, in
 EXCUSES, and read only the traces of that step. To add one, add a function there, and a
-case to tests/test_judge.py. Uneven rows are an excuse, too, up to a distance.
+case to tests/check/test_judge.py. Uneven rows are an excuse, too, up to a distance.
 """
 
 import dataclasses

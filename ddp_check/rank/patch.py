@@ -1,7 +1,7 @@
 """How functions of torch are replaced, and which of its private names are used.
 
 A private name may go with a next version of torch. They are all here, and
-tests/test_rank.py says that each of them exists.
+tests/check/test_rank.py says that each of them exists.
 """
 
 import functools

@@ -3,7 +3,7 @@
     make test-check                               all: half an hour or more
     make test-check ARGS="-k 'loss and sum' -s"   one case, with what is said
 
-Each script in tests/cases says at its head what must be found: see cases/common.py.
+Each script in cases/ says at its head what must be found: see cases/common.py.
 What ddp_check says in words is no matter here. The tests read what --json writes.
 """
 
@@ -28,7 +28,7 @@ from ddp_check.rows import PAGES, ROWS
 from harness import ROOT, SCRIPT, flatten, launch, processes, torchrun
 
 slow = pytest.mark.check
-CASES = ROOT / "tests/cases"
+CASES = Path(__file__).parent / "cases"
 # What a case may say for its options: the first answer, or one part of what follows.
 OPTIONS = {
     "all": [],

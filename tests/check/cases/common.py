@@ -1,7 +1,7 @@
 """What these scripts share: the imports, some data, a model, and the usual loop.
 
 Each is right, or it has the fault that its first argument names. Its head says what the
-check must find. tests/test_check.py reads these lines, and runs each case:
+check must find. tests/check/test_check.py reads these lines, and runs each case:
 
     # options: quick
     # case: ARGUMENTS | EXPECTED; EXPECTED; ... | OPTIONS

@@ -24,9 +24,7 @@ from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import checksum, comparison, rows_of, signatures
 from ddp_check.rank.weights import Weights, can_change_weights, plain_name
-from harness import launch, processes
-
-ROOT = Path(__file__).parents[1]
+from harness import ROOT, launch, processes
 
 
 @pytest.mark.parametrize("name", patch.PRIVATE)
