@@ -1447,7 +1447,9 @@ def test_torchrun_names_the_rank_that_failed_first_and_its_reason(tiny):
 def test_only_an_error_with_a_traceback_goes_to_the_summary_of_torchrun(
     tmp_path, monkeypatch
 ):
-    """A user's mistake is one line: it has been printed."""
+    """A user's mistake is one line: it has been printed. A process that is alone may go
+    on after the error: it is not killed."""
+    monkeypatch.setattr(signal, "alarm", pytest.fail)
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     for error in (SystemExit("no data"), RuntimeError("boom")):
