@@ -1459,17 +1459,12 @@ def test_only_an_error_with_a_traceback_goes_to_the_summary_of_torchrun(
 
 
 @processes
-def test_torch_distributed_launch_trains(tiny):
-    """It passes --local-rank to the script."""
+def test_torch_distributed_launch_trains_and_if_it_is_killed_ranks_save(tiny, out):
+    """So they do under torchrun. The older launcher passes --local-rank, too."""
     launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port"]
-    options = [ddp_train.__file__, *tiny, "--max_steps", 2]
-    said = launch(sys.executable, *launcher, free_port(), *options).end()
-    assert "\nranks: 2, " in said and "\ndone: step 2" in said
-
-
-@processes
-def test_ranks_save_and_stop_when_torchrun_is_killed(tiny, out):
-    run = launch(*torchrun(2, ddp_train.__file__, *tiny, "--epochs", 9999))
+    options = [ddp_train.__file__, *tiny, "--epochs", 9999]
+    run = launch(sys.executable, *launcher, free_port(), *options)
+    run.wait_for("ranks: 2, ")
     run.wait_for("step 3 ")
     run.send(signal.SIGKILL)
     run.end(-9)
