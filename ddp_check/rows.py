@@ -136,7 +136,7 @@ help: The same batches come again after {steps} steps. If they should be shuffle
      set_epoch() called?
 [masks] samples
 ok: the ranks draw different random numbers (dropout, noise)
-bad: all ranks draw the same random numbers: {names}
+bad: all ranks draw the same random numbers in {same} of {steps} steps: {names}
 help: So they drop the same units, or add the same noise, though their samples differ.
      Seed each rank differently, after the model is built.
 

@@ -1,7 +1,9 @@
 """The first answer: two ranks, and one process that replays what they had."""
 
 import dataclasses
+import math
 import re
+from collections import Counter
 
 from ddp_check.judge import compare
 from ddp_check.judge.samples import Samples, judge_samples
@@ -390,16 +392,24 @@ def judge_masks(run, replayed):
     if "own seed" in run.marks():
         return []  # the GPUs were seeded apart, and here there is one generator
     joined = {name for s in replayed.one.steps[0] for name in [*s.alike, *s.different]}
-    alike, different = set(), set()
-    for a, b in zip(*run.steps[:2]):
+    alike, drawn = Counter(), Counter()  # steps, by the name
+    for steps in zip(*run.steps[:2]):
         for name in joined:
-            pair = [
-                [d.state for d in s.draws if name in (d.name, f"torch.{d.name}()")]
-                for s in (a, b)
-            ]
-            for one, two in zip(*pair):
-                (alike if one == two else different).add(name)
-    names = sorted(alike - different)
+            states = [states_of(step, name) for step in steps]
+            if all(states):
+                drawn[name] += 1
+                alike[name] += all(one == two for one, two in zip(*states))
+    names = sorted(+alike)
     if names:
-        return [line("note", "masks", names=", ".join(names))]
-    return [line("ok", "masks")] if different else []
+        values = {"same": max(alike.values()), "steps": max(drawn.values())}
+        return [line("note", "masks", names=", ".join(names), **values)]
+    return [line("ok", "masks")] if drawn else []
+
+
+def states_of(step, name):
+    """Those of the generator, each before a draw of this name.
+
+    A single number may be a decision for all ranks.
+    """
+    draws = [d for d in step.draws if f"torch.{d.name}()" == name]
+    return [d.state for d in draws if math.prod(d.shape) > 1]

@@ -426,18 +426,22 @@ def test_batch_norm(one, two, detail):
     assert first.judge_norms(run_of(ranks_of()), False) == []
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [20, 7, 0])
 def test_masks_of_other_shapes_are_known_by_the_generator(same):
+    """Rank 0 may evaluate after seven steps, and draw a number. A single number may be
+    a decision for all ranks."""
     recorded = ranks_of()
     for rank, steps in enumerate(recorded):
         for s in steps:
-            state = s.number if same else 1000 * rank + s.number
+            state = s.number if s.number < same else 1000 * rank + s.number
             shape = [4, 7 + rank]  # rows are padded to each rank's longest
-            s.draws = [Draw("bernoulli_", shape, s.number + 1000 * rank, state)]
-    replayed = replay_of(recorded, different=["torch.bernoulli_()"])
+            mask = Draw("bernoulli_", shape, s.number + 1000 * rank, state)
+            s.draws = [mask, Draw("rand", [1], 1, 1)]
+    replayed = replay_of(recorded, different=["torch.bernoulli_()", "torch.rand()"])
     answer = first.Replayed(compare.Verdict(), run_of([replayed]), "rank by rank")
     found = first.judge_masks(run_of(recorded), answer)
     assert lines(found) == ["note masks" if same else "ok masks"]
+    assert not same or found[0].values["same"] == same
 
 
 # ---- Samples -------------------------------------------------------------------------
