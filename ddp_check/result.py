@@ -6,7 +6,10 @@ import textwrap
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent)
-FILE_HINT = "Each launch runs in its own folder: use --link or an absolute path.\n"
+FILE_HINT = """\
+Each launch runs in a new folder: use --link or an absolute path, and let the script
+make the folders that it writes to.
+"""
 RANK_HINT = "Torchrun does not pass --local_rank: see --help.\n"
 FAULTS = "Attribute|Key|Index|Name|UnboundLocal|Assertion|Import|ModuleNotFound|Type"
 
