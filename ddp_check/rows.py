@@ -31,15 +31,15 @@ bad: it does not end within {timeout} s (--timeout)
 help: {hint}{why}
 [slow]
 bad: not judged: everything else. A launch takes longer than {timeout} s
-help: It was still computing. Use fewer steps (--steps 20), a smaller model or less
-     data, or raise --timeout.
+help: It was still computing. Use fewer steps (--steps), a smaller model or less data,
+     or raise --timeout.
 [ends early] hangs
 bad: rank {rank} ends after {made} steps, and the others wait for it
 help: All ranks need the same number of batches, and must stop together. Does one of
      them call alone what all must call, such as DDP's forward() in an evaluation?
 help: {why}
 [fails] hangs
-bad: it fails after {steps} steps: {error}
+bad: it fails in step {steps}: {error}
 help: {why}
 [no optimizer]
 bad: not judged: anything. No step of a torch optimizer ran in torchrun's processes
