@@ -1499,6 +1499,7 @@ def test_rank_takes_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert ddp_train.init_distributed("cpu") == CPU
     for local_rank, gpu in ((None, 0), ("0", 0), ("3", 3)):
         if local_rank is not None:
             monkeypatch.setenv("LOCAL_RANK", local_rank)

@@ -86,8 +86,9 @@ help: All ranks need the same number of batches. Under Join they may differ, but
 ok: all ranks have the same weights after each step
 bad: the weights of the ranks differ from step {first} on
 help: Is each loss computed with the DDP object, not with the model inside it? Is the
-     last forward() or backward() of a step under no_sync()? Are the learning rates the
-     same on all ranks? Does one rank change weights by itself?
+     last forward() or backward() of a step under no_sync()? Does one forward() serve
+     two calls of backward(), as in a GAN? DDP averages only in the first. Are the
+     learning rates the same on all ranks? Does one rank change weights by itself?
 [weights meet]
 bad: the weights of the ranks differ in step {first}, and are the same again in {again}
 help: Is this local SGD, which averages weights now and then? Otherwise look for a step
@@ -135,7 +136,7 @@ bad: {which} the same order
 help: The same batches come again after {steps} steps. If they should be shuffled: is
      set_epoch() called?
 [masks] samples
-ok: the ranks draw different random numbers (dropout, noise)
+ok: the ranks draw different random numbers in a step (dropout, noise)
 bad: all ranks draw the same random numbers in {same} of {steps} steps: {names}
 help: So they drop the same units, or add the same noise, though their samples differ.
      Seed each rank differently, after the model is built.

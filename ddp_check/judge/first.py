@@ -51,7 +51,8 @@ def first_answer(launcher, report, alone):
         return None
     first = First(run, Samples(run))
     first.outside = any(finding.row == "outside" for finding in found)
-    found, differ = judge_samples(first.samples)
+    # Ranks that have parts of the model may work on the same samples.
+    found, differ = judge_samples(first.samples, "note" if names_of(parts) else "WRONG")
     report.say(*found)
     sharded = any(step.sharded for step in run.steps[0])
     first.comparable = same and differ and not sharded
@@ -206,16 +207,17 @@ def judge_run(run, parts=()):
         found.append(line("note", "weights meet", first=first, again=again))
     elif same or not joins:
         found.append(judge(first is None, "weights", first=first))
-    named = [name for name in parts if not name.startswith("parameter ")]
+    named = names_of(parts)
     if named:
         found.append(line("note", "parts", names=compare.listed(named)))
     return found, True, same and first is None and not named
 
 
 def parts_in(launcher, report, run):
-    """Weights that differ between ranks, and that have another shape on one process.
+    """Weights that differ between ranks, since each has a part of them.
 
-    Each rank has a part of them, such as a classifier for its own classes.
+    Such as a classifier for its own classes. On one process they have another shape, or
+    there are more of them.
     """
     differ = set()
     for a, b in zip(*run.bits[:2]):
@@ -225,7 +227,19 @@ def parts_in(launcher, report, run):
     report.title("Weights differ: one step on one process")
     more = {"steps": 1, **reference(run)}
     one = launcher.run("1-rank-one-step", 1, **more).steps[0]
-    return sorted(differ - one[0].weights.keys()) if one else []
+    return parts_of(differ, run.steps[0][0], one[0]) if one else []
+
+
+def names_of(parts):
+    """Without those of weights that are in no module, which ZeRO makes."""
+    return [name for name in parts if not name.startswith("parameter ")]
+
+
+def parts_of(differ, of_rank, of_one):
+    """Which of these weights are parts, by a step of rank 0 and one of one process."""
+    if {*of_rank.trained} < {*of_one.trained}:  # such as tables of embeddings
+        return sorted(differ)
+    return sorted(differ - of_one.weights.keys())
 
 
 def ends_early(run):

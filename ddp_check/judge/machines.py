@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+from ddp_check.judge import compare
 from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
@@ -101,7 +102,8 @@ def draws_others_later(one, two):
 
 def judge_files(machines):
     names = set.intersection(*[checkpoints_in(folder) for folder in machines])
-    return [line("note", "both save", names=sorted(names))] if names else []
+    listed = compare.listed(sorted(names))
+    return [line("note", "both save", names=listed)] if names else []
 
 
 def checkpoints_in(machine):

@@ -122,8 +122,11 @@ class Samples:
         return len(epochs[0] & epochs[1]) / len(epochs[0]) if epochs[0] else None
 
 
-def judge_samples(samples):
-    """(the findings, whether the ranks train on different samples)."""
+def judge_samples(samples, word="WRONG"):
+    """(the findings, whether the ranks train on different samples).
+
+    word: if they are the same.
+    """
     run, kind, found = samples.run, samples.kind, []
     share = samples.share_in_step()
     if share is not None and share >= 0.2 and kind != "inputs":
@@ -140,7 +143,7 @@ def judge_samples(samples):
     elif 0.2 <= share < 0.9:
         found.append(line("note", "overlap", share=share))
     else:
-        found.append(judge(share < 0.2, "samples", share=share))
+        found.append(judge(share < 0.2, "samples", word, share=share))
         if share >= 0.2:
             return found, False
     steps = samples.first_epoch()

@@ -244,6 +244,11 @@ class Gpus:
             self._find(location)
             return storage
 
+    def _move_storage(self, move, storage, device=None, *args, **options):
+        """As in map_location=lambda storage, place: storage.cuda(0)."""
+        self._find(device)
+        return storage
+
     def _start_thread(self, start, thread):
         """A mode holds for one thread."""
         run = thread.run
@@ -405,6 +410,8 @@ def pretend_that_the_cpu_is_a_gpu(count):
     wrap(nn.Module, "to", gpus._places)
     nothing = functools.partial(always, None)
     torch.serialization.register_package(0, nothing, gpus._load_storage)
+    for owner in (torch.UntypedStorage, torch.TypedStorage):
+        wrap(owner, "cuda", gpus._move_storage)
     wrap(torch.Tensor, "record_stream", nothing)
     wrap(torch, "is_autocast_enabled", gpus._autocast)
     wrap(torch, "get_autocast_dtype", gpus._autocast)

@@ -369,6 +369,16 @@ def test_a_rank_may_have_a_part_of_a_weight(name, parts, expected):
     assert lines(found)[-1] == expected and same == (expected == "ok weights")
 
 
+def test_parts_are_known_by_one_process():
+    of_rank, differ = step(0, trained=["first", "table.0"]), {"table.0"}
+    of_one = step(0, trained=["first", "table.0"], weights=table(names=["table.0"]))
+    assert first.parts_of(differ, of_rank, of_one) == []
+    of_one.trained.append("table.1")  # that of rank 1 (dlrm)
+    assert first.parts_of(differ, of_rank, of_one) == ["table.0"]
+    other_shape = step(0, trained=of_rank.trained, weights={})
+    assert first.parts_of(differ, of_rank, other_shape) == ["table.0"]
+
+
 def test_weights_that_differ():
     run = run_of(ranks_of())
     for s in run.steps[1][7:]:
@@ -445,7 +455,7 @@ def test_masks_of_other_shapes_are_known_by_the_generator(same):
 
 
 # ---- Samples -------------------------------------------------------------------------
-def samples_of(rank_of_row, count=20, epoch=10):
+def samples_of(rank_of_row, count=20, epoch=10, word="WRONG"):
     """rank_of_row: (rank, step, i) -> the sample."""
     steps = ranks_of(count)
     for rank, of_rank in enumerate(steps):
@@ -453,7 +463,7 @@ def samples_of(rank_of_row, count=20, epoch=10):
             fetch, rows = s.fetched[0], [rank_of_row(rank, s.number, i) for i in (0, 1)]
             fetch.ids = fetch.rows = s.inputs = rows
             fetch.key = (0, s.number // epoch)
-    return lines(judge_samples(Samples(run_of(steps)))[0])
+    return lines(judge_samples(Samples(run_of(steps)), word)[0])
 
 
 def test_samples():
@@ -463,6 +473,8 @@ def test_samples():
     ok = ["ok samples", "ok order"]
     assert samples_of(lambda rank, step, i: 4 * step + 2 * i + rank) == ok
     assert samples_of(lambda rank, step, i: 2 * step + i) == ["WRONG samples"]
+    shared = samples_of(lambda rank, step, i: 2 * step + i, word="note")
+    assert shared == ["note samples"]  # by ranks that have parts of the model
     repeated = samples_of(lambda rank, step, i: 4 * step + 2 * i + rank * i)
     assert repeated == ["note overlap", "ok order"]
     own_order = samples_of(lambda rank, step, i: (2 * step + i + 7 * rank) % 20)

@@ -559,6 +559,7 @@ nn.DataParallel(nn.Linear(4, 1))(x)
 torch.cuda.nccl.version()
 torch.save(x, "x.pt")
 torch.load("x.pt", "cuda:1", weights_only=True)
+torch.load("x.pt", lambda storage, place: storage.cuda(1), weights_only=True)
 torch.set_default_device("cuda")
 torch.zeros(2)
 find = torch.cuda.get_device_properties

@@ -3,7 +3,7 @@
 # case: right | ok gradient; ok masks; ok machines
 # case: file | ok gradient; note shared disk; ok machines
 # case: clean | ok gradient; note shared disk; ok machines | machines --timeout 40
-# case: save | ok gradient; ok machines; note both save names="['model.pt']"
+# case: save | ok gradient; ok machines; note both save names=model.pt
 # case: url | ok gradient; ok machines
 # case: address | note address address=tcp://127.0.0.1:23456; ok gradient;
 #     WRONG machines start
