@@ -78,10 +78,9 @@ def first_launch(launcher, report):
         return None
     # A rank that has failed may leave the other one waiting.
     failed = "Traceback" in run.said.get("errors", "")
-    missing = re.match(
-        "(ModuleNotFound|Import|FileNotFound)Error", run.words()["error"]
-    )
-    if not run.ended_well and (failed or not run.hangs) and not missing:
+    faults = "ModuleNotFound|Import|FileNotFound|Attribute|Name|ZeroDivision|Syntax"
+    same = re.match(f"({faults})Error", run.words()["error"])  # in any precision
+    if not run.ended_well and (failed or not run.hangs) and not same:
         launcher.float64 = False
         report.title("It fails: again, in float32")
         again = with_gpus(launcher, report, record(launcher, "2-ranks-float32"))

@@ -41,7 +41,10 @@ def disturb(launcher, report, parts, answer, options):
     if "machines" in parts:
         launches["machines"] = machines.start(launcher, answer)
     if launches:
-        report.title("Two ranks, disturbed, and on two machines")
+        two_machines = "machines" in launches
+        what = ["disturbed"] * (len(launches) > two_machines)
+        what += ["on two machines"] * two_machines
+        report.title(f"Two ranks, {' and '.join(what)}")
     slow = []
     runs = end_all(launches, slow)
     resumes = [action for action in places if action in runs]
