@@ -323,6 +323,21 @@ def distance(table):
     return math.sqrt(off / (sizes[0] or sizes[1])) if off else 0.0
 
 
+def is_raw(name):
+    """Whether the weight is in no module, and so has no name of its own."""
+    return name.startswith("parameter ")
+
+
+def same_weights(a, b, parts=()):
+    """Whether two ranks have the same weights after a step, but for these parts.
+
+    One may have others beside them, such as an average that rank 0 keeps.
+    """
+    trained = [{n for n in step.trained if not is_raw(n)} - {*parts} for step in (a, b)]
+    common = (a.bits.keys() & b.bits.keys()) - {*parts}
+    return trained[0] == trained[1] and all(a.bits[n] == b.bits[n] for n in common)
+
+
 def other_rate(steps, others):
     """The first step with another learning rate: (its number, this rate, the other)."""
     for number, (a, b) in enumerate(zip(steps, others)):

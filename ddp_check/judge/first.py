@@ -51,8 +51,7 @@ def first_answer(launcher, report, alone):
         return None
     first = First(run, Samples(run))
     first.outside = any(finding.row == "outside" for finding in found)
-    # Ranks that have parts of the model may work on the same samples.
-    found, differ = judge_samples(first.samples, "note" if names_of(parts) else "WRONG")
+    found, differ = judge_samples(first.samples, names_of(parts))
     report.say(*found)
     sharded = any(step.sharded for step in run.steps[0])
     first.comparable = same and differ and not sharded
@@ -121,7 +120,9 @@ def with_gpus(launcher, report, run):
     steps, marks = run.steps[0], run.marks()
     alone = steps and not trains_together(run)
     asks = "cuda" in marks and "wrapped" not in marks
-    wants = re.search("cuda|nccl|nvidia|accelerator|gpu", run.why(), re.I)
+    said = re.sub("^    .*", "", run.why(), flags=re.MULTILINE)  # but for lines of code
+    wanted = "cuda|nccl|nvidia|accelerator|gpu"
+    wants = re.search(wanted, said + run.words()["error"], re.I)
     failed = not steps and not run.hangs
     if launcher.gpus or not (failed and wants or alone and asks):
         return run
@@ -163,11 +164,7 @@ def judge_run(run, parts=()):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-
-    def shared(step):
-        return {name: bits for name, bits in step.bits.items() if name not in parts}
-
-    pairs = [(a.number, shared(a) == shared(b)) for a, b in zip(one, two)]
+    pairs = [(a.number, compare.same_weights(a, b, parts)) for a, b in zip(one, two)]
     first = next((number for number, same in pairs if not same), None)
     again = next((number for number, same in pairs[first or 0 :] if same), None)
     meet = first is not None and again is not None
@@ -231,7 +228,7 @@ def parts_in(launcher, report, run):
 
 def names_of(parts):
     """Without those of weights that are in no module, which ZeRO makes."""
-    return [name for name in parts if not name.startswith("parameter ")]
+    return [name for name in parts if not compare.is_raw(name)]
 
 
 def parts_of(differ, of_rank, of_one):

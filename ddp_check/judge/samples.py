@@ -122,10 +122,10 @@ class Samples:
         return len(epochs[0] & epochs[1]) / len(epochs[0]) if epochs[0] else None
 
 
-def judge_samples(samples, word="WRONG"):
+def judge_samples(samples, parts=()):
     """(the findings, whether the ranks train on different samples).
 
-    word: if they are the same.
+    parts: weights of which each rank has a part. Then ranks may share their batches.
     """
     run, kind, found = samples.run, samples.kind, []
     share = samples.share_in_step()
@@ -140,10 +140,10 @@ def judge_samples(samples, word="WRONG"):
         share = None  # the same indices, maybe of the same samples with other noise
     if share is None:
         found.append(line("note", "no samples"))
-    elif 0.2 <= share < 0.9:
+    elif 0.2 <= share and (share < 0.9 or parts):
         found.append(line("note", "overlap", share=share))
     else:
-        found.append(judge(share < 0.2, "samples", word, share=share))
+        found.append(judge(share < 0.2, "samples", share=share))
         if share >= 0.2:
             return found, False
     steps = samples.first_epoch()

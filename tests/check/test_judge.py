@@ -455,7 +455,7 @@ def test_masks_of_other_shapes_are_known_by_the_generator(same):
 
 
 # ---- Samples -------------------------------------------------------------------------
-def samples_of(rank_of_row, count=20, epoch=10, word="WRONG"):
+def samples_of(rank_of_row, count=20, epoch=10, parts=()):
     """rank_of_row: (rank, step, i) -> the sample."""
     steps = ranks_of(count)
     for rank, of_rank in enumerate(steps):
@@ -463,7 +463,7 @@ def samples_of(rank_of_row, count=20, epoch=10, word="WRONG"):
             fetch, rows = s.fetched[0], [rank_of_row(rank, s.number, i) for i in (0, 1)]
             fetch.ids = fetch.rows = s.inputs = rows
             fetch.key = (0, s.number // epoch)
-    return lines(judge_samples(Samples(run_of(steps)), word)[0])
+    return lines(judge_samples(Samples(run_of(steps)), parts)[0])
 
 
 def test_samples():
@@ -473,8 +473,8 @@ def test_samples():
     ok = ["ok samples", "ok order"]
     assert samples_of(lambda rank, step, i: 4 * step + 2 * i + rank) == ok
     assert samples_of(lambda rank, step, i: 2 * step + i) == ["WRONG samples"]
-    shared = samples_of(lambda rank, step, i: 2 * step + i, word="note")
-    assert shared == ["note samples"]  # by ranks that have parts of the model
+    shared = samples_of(lambda rank, step, i: 2 * step + i, parts=["table.0"])
+    assert shared[0] == "note overlap"  # by ranks that have parts of the model
     repeated = samples_of(lambda rank, step, i: 4 * step + 2 * i + rank * i)
     assert repeated == ["note overlap", "ok order"]
     own_order = samples_of(lambda rank, step, i: (2 * step + i + 7 * rank) % 20)
@@ -706,6 +706,18 @@ RESUMES = [
 @pytest.mark.parametrize("more, expected", RESUMES)
 def test_resume(more, expected):
     assert lines(resumed(**more)) == expected
+
+
+def test_rank_0_may_keep_an_average_of_the_weights():
+    """In a module that is called, and that the other ranks do not have."""
+    run = run_of(ranks_of())
+    for s in run.steps[0]:
+        s.bits["average"] = 1
+    assert lines(first.judge_run(run)[0]) == RIGHT
+    assert lines(resumed(two=run)) == ["LOSES lost", "ok rest"]
+    for s in run.steps[0]:
+        s.trained.append("average")
+    assert lines(first.judge_run(run)[0])[-1] == "WRONG weights"
 
 
 def test_a_relaunch_of_ranks_that_differed_is_left_out():
