@@ -280,6 +280,8 @@ class Watcher:
             return call(module, *inputs, **named)
         if self.modules == 0:
             self.see_outermost(module, [inputs, named])
+            if not inputs and not named:  # a trainer: what it calls gets the rows
+                return call(module)
         self.modules += 1
         self.draws.in_module = self.modules
         try:

@@ -669,6 +669,17 @@ except ValueError:
 optimizer.step(closure), optimizer.step(closure)
 assert failed and steps() == 4 and watcher.depth == 0
 """
+TRAINER = """
+class Trainer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self):
+        train(torch.optim.SGD(self.model.parameters(), 0.1))
+Trainer()()
+(step,) = trace.read_trace(".", 0).steps
+assert len(step.inputs) == 1  # the row that the model got
+"""
 NESTED_STEP = """
 class Outer(torch.optim.Optimizer):
     def step(self):
@@ -690,6 +701,7 @@ assert steps() == 2
         WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
         WATCHED + FAILED_STEP,
         WATCHED + NESTED_STEP,
+        WATCHED + TRAINER,
     ],
 )
 def test_in_a_process_of_its_own(code, tmp_path):
