@@ -94,8 +94,12 @@ class Draws(TorchDispatchMode):
 
 
 def moves_rows(tensor, *dims):
-    """dims: those of flip(), or the shifts and those of roll(), which may have none."""
-    return 0 in dims[-1] or -tensor.dim() in dims[-1] or dims[1:] == ([],)
+    """dims: those of flip(), or the shifts and those of roll(), which may have none.
+
+    A single column may be scores that the loss has sorted.
+    """
+    moves = 0 in dims[-1] or -tensor.dim() in dims[-1] or dims[1:] == ([],)
+    return moves and tensor.dim() > 1
 
 
 def generator_in(value):
