@@ -186,7 +186,8 @@ class Launch:
             busy = [is_running(pid, main) for pid in ranks]
             running += any(busy + [is_running(pid) for pid in helpers])
             time.sleep(0.1)
-        return self.progress() == before and running < 3
+        # Without a rank, only torchrun is left, which ends soon.
+        return bool(ranks) and self.progress() == before and running < 3
 
     def stacks(self):
         """Of each rank, the frames of its main thread: (file, line, function)."""
