@@ -640,14 +640,14 @@ def test_run_can_be_extended_and_the_optimizer_has_the_options_of_this_start(tin
         train(1, *tiny, option, number)
         assert load(out)["step"] == step
     weights = flat(load(out)["model"].values())
-    more = ["--max_steps", 16, "--lr", 0.1, "--warmup", 0, "--dropout", 0.1]
+    more = ["--max_steps", 18, "--lr", 0.01, "--warmup", 0, "--dropout", 0.1]
     said = train(1, *tiny, *more, patch=decay)[0]
     assert "dropout is 0.1, it was 0.0\n" in said
-    assert "\nlr is 0.1, it was 0.002\nwarmup is 0.0, it was 0.05\n" in said
+    assert "\nlr is 0.01, it was 0.002\nwarmup is 0.0, it was 0.05\n" in said
     assert "epochs is 3, it was 1\n" in said
-    assert "\nmax_steps is 16, it was None\n" in said
+    assert "\nmax_steps is 18, it was None\n" in said
     assert said.count("it was") == 5
-    rate = 0.1 * (1 + math.cos(math.pi * 15.5 / 16)) / 2
+    rate = 0.01 * (1 + math.cos(math.pi * 15.5 / 18)) / 2
     assert metrics(out, "lr")[16] == pytest.approx(rate)
     assert flat(load(out)["model"].values()).norm() < 0.9 * weights.norm()
 

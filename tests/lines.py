@@ -70,6 +70,7 @@ EXCEPTIONS = {
     "{os.fsync(": "a power loss",
     "{file.flush()": "a power loss",
     "signal.alarm({30": "longer only waits longer",
+    "return {stopped_by -> saving}": "they are the same there",
     "DistributedDataParallel({model -> wrapped}": "they are the same there",
     "check_together(results, {model -> wrapped})": "they have the same weights",
     "sums.get(name, 0) {+ -> -}": "the count changes its sign, too",
@@ -127,7 +128,7 @@ NOT_SURE = "not sure"
 
 # ---- What is changed -----------------------------------------------------------------
 # {operator: what takes its place}, by kind. Each comparison also moves its boundary.
-COMPARISONS = {"<": "<= >=", "<=": "< >", ">": ">= <=", ">=": "> <", "==": "!="}
+COMPARISONS = {"<": "<=,>=", "<=": "<,>", ">": ">=,<=", ">=": ">,<", "==": "!="}
 COMPARISONS |= {"!=": "==", "is": "is not", "in": "not in", "not in": "in"}
 OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "%", "%": "//", "|": "&"}
 OPERATORS |= {"+=": "-=", "-=": "+=", "|=": "&=", "and": "or", "or": "and"}
@@ -192,7 +193,7 @@ def find_in_tokens(text, starts):
             larger = value + 1 if isinstance(value, int) else 10 * value or 1.0
             yield "number", begin, end, f"{larger:g}"
         if old in COMPARISONS and previous != "for":
-            for new in re.split(" (?!in)", COMPARISONS[old]):
+            for new in COMPARISONS[old].split(","):
                 yield "comparison", begin, end, new
         if old in OPERATORS:
             yield "operator", begin, end, OPERATORS[old]
