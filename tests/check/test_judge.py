@@ -92,7 +92,8 @@ def verdict_of(ranks=None, one=None, count=4, order="rank by rank", loads=True):
 def test_the_same_gradients():
     verdict = verdict_of()
     assert verdict.right and verdict.same == verdict.steps == 4 and verdict.off == 0
-    assert verdict_of(one={"gradients": table(noise=1e-9)}).right
+    verdict = verdict_of(one={"gradients": table(noise=1e-9)})
+    assert verdict.right and 0 < verdict.off < 1e-8
 
 
 DIFFERENT = [
@@ -110,6 +111,12 @@ def test_the_factor_that_most_weights_share(gradients, factor, names, text):
     found = verdict_of(one={"gradients": gradients}).different
     assert found.factor == (factor and pytest.approx(factor))
     assert sorted(found.names) == sorted(names) and text in str(found)
+
+
+def test_of_a_difference_only_what_is_known_is_said():
+    assert str(Different(0.3)) == ""
+    assert str(Different(0.3, 2.0, [], 3, "may")) == "It is 2 times as large."
+    assert str(Different(0.3, None, ["last"])) == "Most of it is in last."
 
 
 def test_the_step_that_shows_a_factor_is_named():
