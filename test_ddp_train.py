@@ -996,6 +996,15 @@ def test_nodes_without_a_shared_disk_go_on_from_one_newest_file(tiny, tmp_path):
         found = metrics(tmp_path / disks[0], "val_loss")[5]
         assert found == pytest.approx(metrics(most, "val_loss")[5], rel=1e-6)
 
+    def rank_without_a_step():
+        path = tmp_path / os.environ["RANK"]
+        with ddp_train.distributed("cpu"):
+            if dist.get_rank() == 0:
+                ddp_train.save_checkpoint(path, 0)
+            return ddp_train.load_checkpoint(path)
+
+    assert in_ranks(2, rank_without_a_step) == [{"step": 0}] * 2
+
 
 @processes
 def test_signal_to_all_processes_and_another_in_the_save(tiny, data, out):
