@@ -59,8 +59,9 @@ def comparison(a, b):
 
 def is_norm(layer):
     """Whether it is batch norm, also in TorchScript."""
-    name = getattr(layer, "original_name", "")
-    return isinstance(layer, NORMS) or name.startswith("BatchNorm")
+    if isinstance(layer, torch.jit.ScriptModule):
+        return getattr(layer, "original_name", "").startswith("BatchNorm")
+    return isinstance(layer, NORMS)
 
 
 def checksums_of_buffers(model):
