@@ -84,10 +84,20 @@ class Samples:
         return None
 
     def iterations(self):
-        """The keys of rank 0's epochs: of the first loader, or of new ones for each."""
+        """The keys of rank 0's epochs: of the first loader, or of new ones for each.
+
+        Of those at the same time, as in zip(loader, loader), only the first one.
+        """
         keys = self.keys[0]
         first = [key for key in keys if key[0] == keys[0][0]]
-        return first if len(first) > 1 else keys
+        fetched = [f.key for step in self.run.steps[0] for f in step.fetched]
+        epochs, ended = [], -1
+        for key in first if len(first) > 1 else keys:
+            places = [place for place, one in enumerate(fetched) if one == key]
+            if places[0] > ended:
+                epochs.append(key)
+                ended = places[-1]
+        return epochs
 
     def table(self, kind=None):
         """{sample: how often each (rank, step) had it}, of two ranks."""

@@ -50,6 +50,7 @@ class Loaders:
                 self.listener.sees_loader(number, len(loader.dataset), len(loader))
         key = number, self.known[number][-1]
         self.known[number][-1] += 1
+        self.listener.begins_iteration(number)
         if self.replay and self.replay.gives(key):
             with contextlib.suppress(TypeError):
                 own = self.length(loader)

@@ -59,7 +59,7 @@ class Watcher:
         self.optimizers = []
         self.groups = set()  # of the DDP objects: see run.forget_everything()
         self.last = trace.Fetch(())  # the batch that came last
-        self.since = {}  # loader: its last batch since the last backward()
+        self.since = {}  # iteration: its last batch since the last backward()
         self.batches = 0
         self.thread = threading.get_ident()
         self.marks = set()
@@ -299,7 +299,7 @@ class Watcher:
         if trains and self.has_gradients:
             self.depth = 0  # only a closure calls it in a step: the last one has failed
         if weights and not trains:  # its loader may have come to its end already
-            for fetch in (self.last, self.since.get(self.last.key[:1], self.last)):
+            for fetch in (self.last, self.since.get(self.last.key, self.last)):
                 fetch.evaluates = True
         if grad and any(weight.requires_grad for weight in weights):
             if trains:
@@ -358,6 +358,10 @@ class Watcher:
     def sees_loader(self, number, samples, batches):
         self.steps.keep("length", number, (samples, batches))
 
+    def begins_iteration(self, number):
+        """Of a loader: a batch of the one before was only looked at."""
+        self.since = {k: f for k, f in self.since.items() if k[0] != number}
+
     def has_other_length(self):
         self.marks.add("other length")
 
@@ -374,12 +378,12 @@ class Watcher:
         self.last = fetch
         self.steps.now.fetched.append(fetch)
         if batch is not None:
-            self.since[fetch.key[:1]] = fetch
+            self.since[fetch.key] = fetch
             place = *fetch.key, self.batches
             self.batches += 1
             self.steps.keep("batch", place, (rows, batch, self.draws.turn))
         else:  # a loop that has ended without a backward() was an evaluation
-            self.since.pop(fetch.key[:1], None)
+            self.since.pop(fetch.key, None)
 
     # ---- Random numbers and collectives
     def note_generators(self):

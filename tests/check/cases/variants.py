@@ -1,5 +1,6 @@
 # The same training, written in other ways.
 # case: zipped | ok gradient
+# case: twice | ok order; ok gradient
 # case: averaged | ok alone; ok gradient
 # case: fixed | ok gradient
 # case: fixed values | ok gradient
@@ -58,7 +59,7 @@ def loss_of(x, y, u):
     if case == "flat":
         x = torch.stack([x[begin : begin + 8] for begin in y])
         y = x.sin()
-    if case == "zipped":
+    if case in ("zipped", "twice"):
         both = wrapped(torch.cat([x, u]))
         return mse(both[: len(x)], y) + both[len(x) :].square().mean()
     if case == "neighbors":  # negatives
@@ -88,9 +89,11 @@ options = {"sampler": sampler, "collate_fn": flatten if case == "flat" else None
 loader = DataLoader(dataset, batch_size, **options)
 others = TensorDataset(torch.randn(320, 8))
 unlabeled = DataLoader(others, batch_size, sampler=DistributedSampler(others))
+if case == "twice":  # one loader, iterated twice at the same time
+    unlabeled = loader
 for epoch in (0, 1):
     sampler.set_epoch(epoch)
-    for (x, y), (u,) in zip(loader, unlabeled):
+    for (x, y), (u, *_) in zip(loader, unlabeled):
         optimizer.zero_grad()
         if case in ("by-hand", "functional"):
             set_gradients(x, y)
