@@ -30,7 +30,8 @@ def any_number_of_ranks(launcher, report, numbers, answer):
             order = answer.replayed.order
             first.replay(launcher, report, run, Samples(run), order)
         else:
-            report.say(line("note", "left out", what=f"{run.ranks} ranks"))
+            what = f"the gradients of {run.ranks} ranks"
+            report.say(line("note", "left out", what=what))
         for path in run.log.glob("*.pickle"):
             path.unlink()
 
