@@ -125,7 +125,7 @@ def compare(
     had, in this order. loads: a DataLoader gives the samples. missing: why the replay
     has no such step.
     """
-    ones = {step.number if step.place < 0 else step.place: step for step in replayed}
+    ones = {step.number: step for step in replayed}
     fetched = [f for steps in recorded for step in steps for f in step.fetched]
     known = {row for fetch in fetched for row in fetch.parts}
     context = Context(order, loads, known)
@@ -165,7 +165,7 @@ def compare_step(ranks, one, limit, context):
     if not all(math.isfinite(row.aa) for row in table.values()):
         return Excused("The gradients of the ranks are not finite.")
     away = distance(table)
-    clips = first.clipped and one.clipped
+    clips = first.clipped
     if away <= limit:
         if not (clips and before and was_clipped(table, before)):
             return Same(away)

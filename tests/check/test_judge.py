@@ -18,7 +18,7 @@ from ddp_check import __main__ as command
 from ddp_check import rows, trace
 from ddp_check.judge import alone, compare, first, machines, printed, resume
 from ddp_check.judge.compare import Different, Excused, Same
-from ddp_check.judge.samples import Samples, judge_samples
+from ddp_check.judge.samples import Samples, judge_samples, trained_on
 from ddp_check.launch import TooSlow, processes_of
 from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback
 from ddp_check.trace import Comparison, Draw, End, Fetch, RankTrace, Start, Step
@@ -289,6 +289,8 @@ def test_odd_traces():
     assert compare.compare(recorded, replayed)[2].distance == float("inf")
     replayed[2].gradients = {"first": compared([float("nan")], [1.0])}
     assert isinstance(compare.compare(recorded, replayed)[2], Excused)
+    replayed[2].gradients = {"first": compared([0.0], [2.0])}  # it does not vanish
+    assert compare.compare(recorded, replayed)[2].distance == 1
 
 
 def test_most_steps_must_be_the_same():
@@ -513,6 +515,28 @@ def test_loaders_have_the_numbers_of_their_rank():
             s.fetched[0].key = (1 - rank, s.number // 10)
             s.fetched[0].ids = [4 * s.number, 4 * s.number + 1]
     assert lines(judge_samples(Samples(run_of(steps)))[0]) == ["WRONG samples"]
+
+
+def test_the_same_index_of_two_loaders_means_two_samples():
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            s.fetched = [Fetch((n, 0), data=7, trains=True) for n in (0, 1)]
+            for number, fetch in enumerate(s.fetched):
+                fetch.ids = [2 * s.number + (number != rank)]
+                fetch.rows = [1000 * number + fetch.ids[0]]
+    assert lines(judge_samples(Samples(run_of(steps)))[0])[0] == "ok samples"
+
+
+def test_what_a_rank_evaluates_most_it_does_not_train_on():
+    uses = ["trains"], ["evaluates"], [], ["trains", "evaluates"], ["evaluates"] * 2
+    steps = [step(0, fetched=[]), step(1, fetched=[])]
+    for number, found in enumerate([*uses, [*uses[4], "trains"]]):
+        for use in found or [""]:
+            fetch = Fetch((number, 0))
+            fetch.trains, fetch.evaluates = use == "trains", use == "evaluates"
+            steps[0].fetched.append(fetch)
+    assert trained_on(steps) == [(0, 0), (3, 0)]
 
 
 def test_data_of_each_rank():
