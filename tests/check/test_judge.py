@@ -528,6 +528,48 @@ def test_the_same_index_of_two_loaders_means_two_samples():
     assert lines(judge_samples(Samples(run_of(steps)))[0])[0] == "ok samples"
 
 
+def test_a_loader_may_fetch_ahead_and_another_one_is_evaluated():
+    """What enters the model shows in which step a batch is trained on."""
+    steps = ranks_of(6)
+    expected = [[(0, row) for row in s.inputs] for s in steps[0]]
+    for of_rank in steps:
+        for s, after in zip(of_rank, of_rank[1:]):
+            s.fetched, after.fetched = [*s.fetched, *after.fetched], []
+        of_rank[2].fetched[:0] = [Fetch((1, 0), [9], [9], data=8, evaluates=True)]
+    samples = Samples(run_of(steps))
+    assert samples.of(0) == expected and samples.data == [7, 7]
+    assert len(samples.of(0, "rows")[0]) == 4  # but not what is evaluated
+    steps[0][0].inputs = [-1]  # if the model gets other rows, nobody knows
+    assert len(Samples(run_of(steps)).of(0)[0]) == 8
+
+
+@pytest.mark.parametrize(
+    "keys, epochs",
+    [
+        ([(0, 0), (0, 0), (0, 1), (0, 1)], [(0, 0), (0, 1)]),
+        ([(0, 0), (1, 0), (0, 1), (1, 1)], [(0, 0), (0, 1)]),  # two loaders
+        ([(0, 0), (1, 0), (2, 0)], [(0, 0), (1, 0), (2, 0)]),  # one for each epoch
+        ([(0, 0), (1, 0), (0, 0), (1, 0)], [(0, 0)]),  # zip() of two
+        ([(0, 0), (0, 1), (0, 0), (0, 1), (0, 2)], [(0, 0), (0, 2)]),  # of the same
+    ],
+)
+def test_iterations_at_the_same_time_are_one_epoch(keys, epochs):
+    steps = ranks_of(len(keys))
+    for of_rank in steps:
+        for s, key in zip(of_rank, keys):
+            s.fetched[0].key = key
+    assert Samples(run_of(steps)).iterations() == epochs
+
+
+def test_rows_that_come_always_are_no_samples():
+    """Such as a noise level, which comes several times, or a prompt, in each step."""
+    for common in ([5, 5], [6]):
+        steps = ranks_of(6, fetched=[])
+        for s in sum(steps, []):
+            s.inputs = [*s.inputs, *common]
+        assert Samples(run_of(steps)).share_in_step("inputs") == 0
+
+
 def test_what_a_rank_evaluates_most_it_does_not_train_on():
     uses = ["trains"], ["evaluates"], [], ["trains", "evaluates"], ["evaluates"] * 2
     steps = [step(0, fetched=[]), step(1, fetched=[])]
@@ -549,6 +591,9 @@ def test_data_of_each_rank():
     assert found == ["ok samples", "note own data", "ok order"]
     cut = [of_rank[:8] for of_rank in steps]  # before the end of its first epoch
     assert lines(judge_samples(Samples(run_of(cut)))[0]) == found[:2]
+    for s in sum(steps, []):
+        s.fetched[0].data = 0  # nobody knows whether they are the same
+    assert Samples(run_of(steps)).kind == "rows"
 
 
 # ---- One process alone ---------------------------------------------------------------
