@@ -696,6 +696,11 @@ def lose_steps(again, stopped):
         del of_rank.steps[29 - 40 :]
 
 
+def train_more(again, stopped):
+    for of_rank in again.traces:
+        of_rank.steps.append(of_rank.steps[-1])
+
+
 def change_rank_1(again, stopped):
     again.steps[1][3].weights = table(1.3)
 
@@ -766,6 +771,8 @@ RESUMES = [
     ({"change": lose_rank_1}, ["WRONG begin"]),
     ({"change": compare_one_step}, ["LOSES lost", "note left out"]),
     ({"change": lose_steps}, ["LOSES lost", "WRONG no rest"]),
+    ({"change": train_more}, ["LOSES lost", "WRONG no rest"]),
+    ({"done": 0, "change": train_more}, ["WRONG no rest"]),
     # strict=False and keys that begin with "module.": 29 steps, and 40 were left
     ({"done": 0, "change": lose_steps}, ["WRONG no rest"]),
     ({"change": other_epoch}, ["LOSES lost", "WRONG other samples"]),
@@ -853,6 +860,8 @@ def test_a_failure():
     assert resume.judge_failure(run_of([[], []])).values["what"] == "the exit code is 0"
     stuck = run_of([[], []], codes=[None], hangs=True)
     assert resume.judge_failure(stuck).values["what"] == "the ranks do not end"
+    left = run_of([[], []], codes=[1], stayed=[7])
+    assert resume.judge_failure(left).values["what"] == "processes stay: [7]"
 
 
 class Launches:
