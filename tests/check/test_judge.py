@@ -113,6 +113,15 @@ def test_the_factor_that_most_weights_share(gradients, factor, names, text):
     assert sorted(found.names) == sorted(names) and text in str(found)
 
 
+def test_a_weight_that_is_nearly_0_has_no_factor():
+    gradients = table(2) | {"tiny": compared([3e-9], [1e-9])}
+    assert verdict_of(one={"gradients": gradients}).different.names == []
+
+
+def test_a_weight_in_no_module_may_be_on_one_rank_alone():
+    assert compare.same_weights(step(0, trained=[*WEIGHTS, "parameter 0"]), step(0))
+
+
 def test_of_a_difference_only_what_is_known_is_said():
     assert str(Different(0.3)) == ""
     assert str(Different(0.3, 2.0, [], 3, "may")) == "It is 2 times as large."
@@ -133,27 +142,38 @@ def test_the_step_that_shows_a_factor_is_named():
     assert compare.summarize(compare.compare(recorded, replayed)).step == 0
 
 
+MOVES = ([2.0], [2.5]), ([2.0], [3.0]), ([0.0], [1e-9]), ([2.0], [float("nan")])
+DRIFTS = [(0.25, None), (0.5, 0), (1, 0), (float("inf"), 0)]
+
+
 def test_distances_are_distances():
     """A constant error of 50 % reads 50 %, however large the weight is."""
     right = [(-1.0) ** i for i in range(1000)]
     gradients = {"one": compared([1.5 * x for x in right], right)}
     assert compare.distance(gradients) == pytest.approx(0.5)
     assert compare.distance({"one": compared([0.0], [2.0])}) == 1
+    assert compare.distance({"one": compared([0.0], [0.0])}) == 0
+    drifts = [Step(0, weights={"one": compared(*pair)}) for pair in MOVES]
+    assert [compare.drift([one], 0.3) for one in drifts] == DRIFTS
     assert compare.distance({"one": compared([float("nan")], [2.0])}) == float("inf")
 
 
 def test_clipping():
     clipped = {"clipped": True}
     both = {"gradients": table(1.3), "unclipped": table(2), "clipped": True}
-    assert verdict_of(clipped, both).different.factor == pytest.approx(2)
+    found = verdict_of(clipped, both).different
+    assert found.factor == pytest.approx(2) and found.distance == pytest.approx(0.3)
     both["gradients"] = {n: compared([1.0], [1.0]) for n in WEIGHTS}  # of length 1
     found = verdict_of(clipped, both).different
     assert "hides it" in str(found) and found.factor == pytest.approx(2)
+    both["unclipped"] = table(noise=0.1)  # it is the same where it counts
+    assert verdict_of(clipped, both).right
     # What each rank clips before the gradients are averaged is its own business.
     both = {"gradients": table(), "unclipped": table(2), "clipped": True}
     assert verdict_of(clipped, both).right
     only = {"gradients": table(noise=0.1), "clipped": True}
     assert "Clipping may hide" in str(verdict_of(clipped, only).different)
+    assert "Clipping" not in str(verdict_of(one=OFF).different)
 
 
 def test_an_optimizer_that_averages_gradients_is_known_by_what_it_changes():
@@ -232,8 +252,8 @@ def test_without_a_loader_the_rows_must_be_the_same():
 
 def test_in_turn_one_process_makes_more_micro_steps():
     assert verdict_of(one=OFF | {"backwards": 2}, order="in turn").wrong
-    other = OFF | {"inputs": [9]}
-    assert "micro-steps" in verdict_of(one=other, order="in turn").reason
+    for other in ({"inputs": [9]}, {"draws": [Draw("rand", [4], 1, 1)]}):
+        assert "micro-steps" in verdict_of(one=OFF | other, order="in turn").reason
 
 
 def uneven(gradients, every=1, count=20, rows=(16, 15)):
@@ -285,8 +305,9 @@ def test_odd_traces():
     found = compare.compare([recorded[0], recorded[1][:3]], replayed)
     assert isinstance(found[3], Excused) and compare.summarize(found).right
     assert compare.compare([[], []], []) == [] and not compare.summarize([]).right
-    replayed[2].gradients = {"first": compared([1.0], [float("nan")])}
-    assert compare.compare(recorded, replayed)[2].distance == float("inf")
+    replayed[2].gradients["first"] = compared([1.0], [float("nan")])
+    found = compare.compare(recorded, replayed)[2]
+    assert found.distance == float("inf") and found.names == ["first"]
     replayed[2].gradients = {"first": compared([float("nan")], [1.0])}
     assert isinstance(compare.compare(recorded, replayed)[2], Excused)
     replayed[2].gradients = {"first": compared([0.0], [2.0])}  # it does not vanish
