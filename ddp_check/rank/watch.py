@@ -359,7 +359,7 @@ class Watcher:
         self.steps.keep("length", number, (samples, batches))
 
     def begins_iteration(self, number):
-        """Of a loader: a batch of the one before was only looked at."""
+        """A loader starts again. What it yielded before was only looked at."""
         self.since = {k: f for k, f in self.since.items() if k[0] != number}
 
     def has_other_length(self):

@@ -2,6 +2,7 @@
 # case: same | WRONG samples; note left out
 # case: looks-first | WRONG samples; note left out
 # case: everything | note whole epoch; ok gradient
+# case: everything looks | note whole epoch; ok gradient
 # case: other | note own data; ok gradient
 # case: unseeded | note own data; ok gradient
 # case: epoch | note order; ok gradient
@@ -101,6 +102,8 @@ if case == "lazy":
 if case == "hand":
     options = {"sampler": RandomSampler(dataset)}
 loader = DataLoader(dataset, 32 if case in ("hand", "grows") else rows, **options)
+if "looks" in sys.argv:  # at a batch, such as for its shape
+    next(iter(loader))
 if case == "views":  # of a tensor of 64 MB
     large = torch.randn(640, 12800)
     views = [large[i * 32 + rank * rows :][:rows, :8] for i in range(20)]
