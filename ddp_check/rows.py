@@ -262,8 +262,9 @@ help: Weights and samples were restored, and random numbers were the same. Are t
      optimizer and the scheduler? {rates}
 [other noise] resume
 bad: launched again, it draws other random numbers
-help: The random generator is not restored on {who}, nor is each step seeded. (If
-     DataLoader workers draw them: their seed comes from it.){same} {then}
+help: On {who}, the random generator is not where it was, nor is each step seeded. Is
+     its state not restored, or has something drawn since then, as a DataLoader does
+     when it starts? (Its workers' seeds come from it, too.){same} {then}
 [saved otherwise] resume
 ok: it saves the same files: {names}
 bad: launched again, it saves another {name}: {off:.0e} apart

@@ -55,8 +55,9 @@ class Merge:
         self.rows = sum(rows)
         if any(part is None for part in parts):
             self.notes.problems.append("a batch could not be recorded")
+            return parts[0]
         marks = [list(map(checksum, tensors_in(part))) for part in parts]
-        if len(parts) > 1 and all(m == marks[0] != [] for m in marks):
+        if all(m == marks[0] != [] for m in marks):
             return parts[0]  # the ranks take their shares later
         stacked = any(has_rows(e, rows[0], 0) for e in entries_of(parts[0]))
         return self.join(parts, rows, stacked)
@@ -64,6 +65,9 @@ class Merge:
     def join(self, parts, rows, stacked, path=()):
         """stacked: the batch has a tensor of all samples. path: the place in it."""
         first = parts[0]
+        if torch.is_tensor(first) and first.is_nested:
+            samples = self.in_order([list(part.unbind()) for part in parts])
+            return torch.nested.nested_tensor(samples, layout=first.layout)
         if torch.is_tensor(first):
             return self.join_tensors(parts, rows, stacked, path)
         if is_array(first) and first.dtype.kind in "biuf":  # of numpy
@@ -105,6 +109,10 @@ class Merge:
                     "a batch has a number that differs between ranks"
                 )
             return first
+        shapes = [list(part.shape) for part in parts]
+        if len(set(map(len, shapes))) > 1:  # such as after squeeze()
+            self.notes.problems.append(f"batches of {shapes}")
+            return first
         dim = 0  # the dimension along which there are as many rows as samples
         if first.shape[0] != rows[0] > 0:
             if first.dim() > 1 and all(p.shape[1] == n for p, n in zip(parts, rows)):
@@ -118,7 +126,6 @@ class Merge:
         try:
             return self.concatenate(self.widen(parts, dim, path), dim)
         except RuntimeError:
-            shapes = [list(part.shape) for part in parts]
             self.notes.problems.append(f"batches of {shapes}")
             return first
 
@@ -178,7 +185,7 @@ class Merge:
                 f"torch.{name}() draws other shapes than on the ranks"
             )
             return None
-        if high and high == sum(highs) and len(parts) > 1:  # numbers of rows
+        if high and high == sum(highs):  # numbers of rows
             if name.startswith("randint"):
                 self.notes.problems.append(CHOSEN.format(name))
             moved = [
@@ -199,7 +206,7 @@ class Merge:
                     self.notes.problems.append(text)
                 # A few bits or numbers may be the same by chance.
                 enough = like.numel() >= 16 or name in ("rand", "randn", "normal_")
-                if len(parts) > 1 and enough:
+                if enough:
                     (self.notes.alike if same else self.notes.different).add(
                         f"torch.{name}()"
                     )
@@ -228,7 +235,7 @@ def find_rows(parts, whole):
     Of rows that are the same, but for rounding, the first is the first. If each rank
     has had all rows, there is one part.
     """
-    if len(parts) > 1 and len(parts[0]) == len(whole):
+    if len(parts[0]) == len(whole):
         parts = parts[:1]
     theirs = torch.cat(parts)
     if len(theirs) != len(whole) or len(whole) == 0:

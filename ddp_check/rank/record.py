@@ -76,8 +76,9 @@ class Recording:
             return
         try:
             value = as_bytes(value)
-        except Exception:  # a batch may hold anything
-            value = as_bytes(None)
+        except Exception:
+            rows, _, turn = value  # only a batch may hold anything
+            value = as_bytes((rows, None, turn))
         name = pickle.dumps((kind, key))
         self.file.write(SIZES.pack(len(name), len(value)) + name + value)
         self.bytes += len(name) + len(value)

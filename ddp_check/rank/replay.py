@@ -153,7 +153,8 @@ class Replay(Reference):
 
     def batches_of_all(self):
         of_ranks = self.batches_of_ranks(self.now)
-        return [batch for batches in of_ranks for _, batch, _ in batches]
+        batches = [batch for batches in of_ranks for _, batch, _ in batches]
+        return [batch for batch in batches if batch is not None]
 
     def give(self, key):
         """The batches of all ranks, one behind the other, instead of the loader's."""

@@ -99,7 +99,9 @@ def map_tensors(function, value):
 
 
 def tensors_in(value):
-    """All tensors with rows, in nested lists and dicts."""
+    """All tensors with rows, in nested lists and dicts. Not nested tensors."""
+    if torch.is_tensor(value) and value.is_nested:
+        return []
     if torch.is_tensor(value) and value.dim() > 0 and value.numel() > 0:
         return [value]
     if not isinstance(value, (Mapping, list, tuple)):

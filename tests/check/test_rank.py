@@ -3,9 +3,11 @@
 They take seconds. Whole launches are in test_check.py.
 """
 
+import collections
 import copy
 import dataclasses
 import sys
+import typing
 from pathlib import Path
 
 import numpy
@@ -54,9 +56,54 @@ def test_batches_are_joined(merge):
     assert [image.shape[1] for image in joined] == [4, 5, 6, 7]
     assert join(torch.zeros(5, 2), torch.ones(5, 2)).shape == (5, 4)  # time first
     assert merge.notes.problems == []
+    join(torch.zeros(3), torch.ones(3))  # no samples, as nothing has two rows
+    assert merge.notes.problems == []
     merge.order = "row by row"
     assert join(a, b).tolist() == [1, 3, 2, 4]
     assert join(("a", "b"), ("c", "d")) == ("a", "c", "b", "d")
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    name: list
+
+
+def test_joined_batches_keep_their_types(merge):
+    one, two = [Pair(torch.tensor([i]), [str(i)]) for i in (0, 1)]
+    pair = merge.batch([one, two], [1, 1])
+    assert type(pair) is Pair and pair.x.tolist() == [0, 1] and pair.name == ["0", "1"]
+    one, two = [collections.UserDict(x=torch.tensor([i]), n=3) for i in (0, 1)]
+    joined = merge.batch([one, two], [1, 1])
+    assert type(joined) is collections.UserDict
+    assert joined["x"].tolist() == [0, 1] and joined["n"] == 3
+    number = torch.tensor(5)  # for all samples
+    assert merge.batch([(one["x"], number), (two["x"], number)], [1, 1])[1] is number
+    assert merge.notes.problems == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_joined(merge):
+    rows = [[torch.ones(2), torch.ones(n)] for n in (3, 4)]
+    parts = [
+        torch.nested.nested_tensor(of_rank, layout=torch.jagged) for of_rank in rows
+    ]
+    (joined,) = merge.batch([(part,) for part in parts], [2, 2])
+    assert [len(row) for row in joined.unbind()] == [2, 3, 2, 4]
+    assert merge.notes.problems == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_are_joined_or_a_problem(merge):
+    for make, problems in (
+        (torch.Tensor.to_sparse, 0),
+        (torch.Tensor.to_sparse_csr, 1),
+    ):
+        (joined,) = merge.batch(
+            [(make(torch.eye(2)),), (make(torch.ones(2, 2)),)], [2, 2]
+        )
+        assert joined.layout is not torch.strided
+        assert len(joined.to_dense()) == (2 if problems else 4)
+        assert len(merge.take_notes().problems) == problems
 
 
 @pytest.mark.parametrize(
@@ -76,6 +123,7 @@ def test_batches_are_joined(merge):
             [(torch.ones(2), torch.ones(3, 6)), (torch.ones(2) + 1, torch.ones(1, 6))],
             "may hold sample numbers",
         ),
+        ([torch.ones(2, 3), torch.ones(2)], "batches of [[2, 3], [2]]"),  # squeeze()
     ],
 )
 def test_what_cannot_be_joined_is_a_problem(merge, parts, problem):
@@ -86,12 +134,9 @@ def test_what_cannot_be_joined_is_a_problem(merge, parts, problem):
 
 def test_the_same_batch_on_all_ranks_is_given_once(merge):
     batch = {"x": torch.arange(4)}
-    assert merge.batch([batch, copy.deepcopy(batch)], [4, 4])["x"].tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    joined = merge.batch([batch, copy.deepcopy(batch)], [4, 4])
+    assert joined["x"].tolist() == [0, 1, 2, 3]
+    assert merge.notes.problems == []
 
 
 PAD = {  # batches of two ranks, and what rows of the first tensor are padded with
@@ -122,8 +167,11 @@ def test_rows_are_padded_to_the_longest(merge):
     expected = [[1, 2, 3], [3, 0, 0], [4, 5, 0], [6, 0, 0]]
     assert merge.batch(parts, [2, 2])[0].tolist() == expected
     assert not merge.notes.problems
-    merge.paddings = {(0,): None}  # nobody knows
-    assert merge.batch(parts, [2, 2])[0].tolist() == expected
+    assert merge.take_notes().widened
+    parts = [torch.tensor([[1, 2, 3], [3, 9, 9]]), torch.tensor([[4, 9]])]
+    merge.paddings = {(0,): None}  # nobody knows, but two rows end in 9
+    joined = merge.batch([(part,) for part in parts], [2, 1])[0]
+    assert joined.tolist() == [[1, 2, 3], [3, 9, 9], [4, 9, 9]]
     assert "the value to pad with is a guess" in merge.take_notes().problems[0]
 
 
@@ -241,11 +289,51 @@ def test_random_numbers_are_joined(merge):
         "which some ranks or one process draw more often"
         in merge.take_notes().problems[0]
     )
-    merge.draw("rrelu_with_noise", both, 0, [(0, a), (0, b)])
+    assert merge.draw("rrelu_with_noise", both, 0, [(0, a), (0, b)]) is None
     assert "which keeps what it draws" in merge.take_notes().problems[0]
+    assert merge.draw("rand", torch.empty(16), 0, [(0, a), (0, b)]) is None
+    assert "other shapes than on the ranks" in merge.take_notes().problems[0]
     shifts = torch.tensor([1, 2, 1])
     merge.draw("randint", torch.empty(6), 6, [(3, shifts), (3, shifts)])
     assert "may draw numbers of rows" in merge.take_notes().problems[0]
+    merge.draw("multinomial", torch.empty(6), 0, [(0, shifts), (0, shifts)])
+    notes = merge.take_notes()
+    assert "may draw numbers of rows" in notes.problems[0]
+    assert notes.alike == set()  # three numbers may be the same by chance
+    few = torch.rand(2)
+    merge.draw("rand", torch.empty(4), 0, [(0, few), (0, few)])
+    assert merge.take_notes().alike == {"torch.rand()"}
+    many = torch.zeros(8)
+    merge.draw("bernoulli", both[:, 0], 0, [(0, many), (0, many)])
+    assert merge.take_notes().alike == {"torch.bernoulli()"}
+
+
+def test_random_numbers_go_where_the_rows_of_a_rank_are(merge):
+    a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+
+    def draw(*places, like=(4, 1)):
+        draws = [(0, a.view(2, -1)), (0, b.view(2, -1))]
+        if like[0] == 1:
+            draws = [(0, a.T), (0, b.T)]
+        drawn = merge.draw("rand", torch.empty(like), 0, draws, places)
+        return drawn.flatten().tolist()
+
+    assert draw(torch.tensor([0, 3]), torch.tensor([1, 2])) == [1, 3, 4, 2]
+    # Places of other rows, or of rows along another dimension
+    assert draw(torch.tensor([0]), torch.tensor([1])) == [1, 2, 3, 4]
+    apart = torch.tensor([0, 3]), torch.tensor([1, 2])
+    assert draw(*apart, like=(1, 4)) == [1, 2, 3, 4]
+
+
+def test_random_numbers_for_rows_of_other_lengths(merge):
+    """Each rank draws for its own longest row: right if its batch is widened, too."""
+    draws = [(0, torch.ones(1, 3)), (0, torch.ones(2, 2) / 2)]
+    expected = [[1, 1, 1], [0.5, 0.5, 1], [0.5, 0.5, 1]]
+    assert merge.draw("rand", torch.empty(3, 3), 0, draws).tolist() == expected
+    assert "for its own longest sample" in merge.take_notes().problems[0]
+    merge.notes.widened = True
+    assert merge.draw("rand", torch.empty(3, 3), 0, draws).tolist() == expected
+    assert merge.notes.problems == []
 
 
 def test_rows_that_a_script_has_moved_are_found_again():
@@ -302,7 +390,7 @@ def test_views_are_recorded_without_the_rest(tmp_path):
     recorded = Recorded(tmp_path, 0)
     rows, batch, turn = recorded.get("batch", (0, 0, 0))
     assert batch["x"].tolist() == [5, 6, 7] and torch.equal(batch["odd"], odd)
-    assert recorded.get("batch", (0, 0, 1)) is None
+    assert recorded.get("batch", (0, 0, 1)) == (0, None, 1)
     assert recorded.keys("batch") == [(0, 0, 0), (0, 0, 1)]
 
 

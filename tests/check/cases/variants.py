@@ -10,6 +10,8 @@
 # case: by-hand twice | WRONG gradient factor=2
 # case: functional | ok gradient
 # case: flat | note not replayed
+# case: nested | ok gradient
+# case: unknown | note not replayed
 # case: masked | ok gradient
 # case: views | ok gradient; ok masks; note batch norm
 # case: neighbors | note not replayed
@@ -31,6 +33,21 @@ def flatten(samples):
     """As for nn.EmbeddingBag: all in one row, and where each begins."""
     values = torch.cat([x for x, _ in samples])
     return values, 8 * torch.arange(len(samples))
+
+
+def nest(samples):
+    """Sequences of one row or two."""
+    rows = [x.repeat(1 + int(y[0] > 0), 1) for x, y in samples]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return x, torch.stack([y for _, y in samples])
+
+
+class Unknown(list):
+    """A batch that cannot be recorded."""
+
+    def __init__(self, samples):
+        super().__init__(default_collate(samples))
+        self.later = lambda: self
 
 
 def set_gradients(x, y):
@@ -59,6 +76,8 @@ def loss_of(x, y, u):
     if case == "flat":
         x = torch.stack([x[begin : begin + 8] for begin in y])
         y = x.sin()
+    if case == "nested":
+        x = torch.stack([rows[0] for rows in x.unbind()])
     if case in ("zipped", "twice"):
         both = wrapped(torch.cat([x, u]))
         return mse(both[: len(x)], y) + both[len(x) :].square().mean()
@@ -85,8 +104,8 @@ optimizer = torch.optim.SGD(weights, 0.1)
 alone = case in ("averaged", "by-hand", "functional")
 wrapped = model if alone else DistributedDataParallel(model)
 batch_size = 16 if case.startswith("fixed") else 32 // size
-options = {"sampler": sampler, "collate_fn": flatten if case == "flat" else None}
-loader = DataLoader(dataset, batch_size, **options)
+collate = {"flat": flatten, "nested": nest, "unknown": Unknown}.get(case)
+loader = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate)
 others = TensorDataset(torch.randn(320, 8))
 unlabeled = DataLoader(others, batch_size, sampler=DistributedSampler(others))
 if case == "twice":  # one loader, iterated twice at the same time
