@@ -138,7 +138,8 @@ class Launch:
                 kill_all(self.log)
                 raise TooSlow(self.timeout)
         stayed = processes_of(self.log)
-        for _ in range(50):  # a process may need a moment to exit
+        # Workers of a killed rank look for their parent only every 5 seconds.
+        for _ in range(150):
             if hangs or not stayed:
                 break
             time.sleep(0.1)

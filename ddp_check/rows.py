@@ -223,7 +223,7 @@ help: Two launches of the same command differ. Seed everything that is random.
 
 # Stop and resume
 [stopped] hangs
-bad: after {action}, the ranks do not end
+bad: after {action}, {what}
 help: {why}
 [signal] resume
 bad: SIGTERM does not stop it: it trains to its end

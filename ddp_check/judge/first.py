@@ -120,9 +120,9 @@ def with_gpus(launcher, report, run):
     steps, marks = run.steps[0], run.marks()
     alone = steps and not trains_together(run)
     asks = "cuda" in marks and "wrapped" not in marks
-    said = re.sub("^    .*", "", run.why(), flags=re.MULTILINE)  # but for lines of code
-    wanted = "cuda|nccl|nvidia|accelerator|gpu"
-    wants = re.search(wanted, said + run.words()["error"], re.I)
+    # A line of code may have a name such as `accelerator`.
+    wanted = "cuda|nccl|nvidia|gpu|^(?!    ).*accelerator"
+    wants = re.search(wanted, run.why(), re.IGNORECASE | re.MULTILINE)
     failed = not steps and not run.hangs
     if launcher.gpus or not (failed and wants or alone and asks):
         return run

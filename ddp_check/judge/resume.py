@@ -90,14 +90,17 @@ def end_all(launches, slow):
     return runs
 
 
-def judge_failure(run):
-    what = "the exit code is 0"
+def left_of(run):
+    """What has not ended after its time, in words."""
     if run.hangs:
-        what = "the ranks do not end"
-    elif run.stayed:
-        what = f"processes stay: {run.stayed}"
-    failed = not run.hangs and not run.stayed and any(run.codes)
-    return judge(failed, "failure", what=what, **run.words())
+        return "the ranks do not end"
+    return f"processes stay: {run.stayed}" if run.stayed else ""
+
+
+def judge_failure(run):
+    left = left_of(run)
+    ends = not left and any(run.codes)
+    return judge(ends, "failure", what=left or "the exit code is 0", **run.words())
 
 
 def judge_resume(two, run, again, cut):
@@ -106,9 +109,9 @@ def judge_resume(two, run, again, cut):
     two: the undisturbed run. cut: the steps after which each launch is ended, or 0.
     """
     expected, made = two.bits[0], run.bits[0]
-    if run.hangs or run.stayed:
+    if left := left_of(run):
         action = "SIGTERM" if run.name == "stop" else "SIGKILL of one rank"
-        return [line("WRONG", "stopped", action=action, **run.words())]
+        return [line("WRONG", "stopped", action=action, what=left, **run.words())]
     # In its last step, the other rank may have been gone already.
     if made[:-1] != expected[: len(made)][:-1]:
         return [line("note", "random", what="how it continues")]

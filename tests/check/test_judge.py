@@ -875,6 +875,16 @@ def test_files_that_both_runs_saved(tmp_path):
     assert found.word == "ok" and found.values["names"] == "best.pt, last.pt"
 
 
+def test_what_has_not_ended():
+    two, stopped = run_of(ranks_of()), run_of(ranks_of(4), codes=[1])
+    stopped.stayed = [7]  # a process that torchrun has not ended
+    (found,) = resume.judge_resume(two, stopped, two, 0)
+    assert found.row == "stopped" and found.values["what"] == "processes stay: [7]"
+    stopped.hangs = True
+    (found,) = resume.judge_resume(two, stopped, two, 0)
+    assert found.values["what"] == "the ranks do not end"
+
+
 def test_a_failure():
     failed = resume.judge_failure(run_of([[], []], codes=[1]))
     assert failed.word == "ok"
@@ -889,7 +899,7 @@ class Launches:
     """A launcher: each launch is of two ranks that end well, or too slow."""
 
     def __init__(self, slow=()):
-        self.slow, self.started = slow, []
+        self.slow, self.started, self.gpus = slow, [], False
 
     def start(self, name, *more, **options):
         self.started.append(name)
@@ -923,6 +933,24 @@ def test_one_step_is_too_few_to_fail_in():
     launcher = Launches()
     assert disturbed(launcher, run_of(ranks_of(1)), ["failure"]) == []
     assert launcher.started == []
+
+
+@pytest.mark.parametrize(
+    "code, error, asks",
+    [
+        ("device = rank % torch.cuda.device_count()", "ZeroDivisionError: 1 % 0", True),
+        ("step(model)", "RuntimeError: no accelerator is available", True),
+        ("model = accelerator.prepare(model)", "TypeError: model is a str", False),
+    ],
+)
+def test_what_asks_for_gpus(code, error, asks):
+    where = f'  File "/mine.py", line 1, in <module>\n    {code}\n'
+    said = {"errors": f"Traceback (most recent call last):\n{where}{error}\n"}
+    failed = run_of([[], []], codes=[1], said=said)
+    launcher = Launches()
+    run = first.with_gpus(launcher, command.Report("mine.py"), failed)
+    assert (launcher.started == ["2-ranks-gpu"]) == launcher.gpus == asks
+    assert (run is failed) != asks
 
 
 # ---- Two machines --------------------------------------------------------------------
