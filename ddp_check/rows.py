@@ -135,7 +135,7 @@ help: An index means other samples on each rank, so some may never be used. Is t
 ok: each epoch has its own order
 bad: {which} the same order
 help: The same batches come again after {steps} steps. If they should be shuffled: is
-     set_epoch() called?
+     set_epoch() called, each time with another number?
 [masks] samples
 ok: the ranks draw different random numbers in a step (dropout, noise)
 bad: all ranks draw the same random numbers in {same} of {steps} steps: {names}

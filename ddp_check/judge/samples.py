@@ -159,8 +159,10 @@ def judge_samples(samples, parts=()):
     steps = samples.first_epoch()
     in_epoch = samples.share_in_epoch(steps or len(run.steps[0]))
     if kind == "ids" and in_epoch is not None:
-        # Only of an epoch that has ended: a loader may go through several in one.
-        if steps and (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
+        ids = sum(samples.of(0), [])
+        # A loader that does not end may go through its data several times.
+        once = steps or len(set(ids)) == len(ids)
+        if once and (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
             if len(set(sum(samples.of(0)[:steps], []))) > 2:
                 found.append(line("note", "whole epoch", share=in_epoch))
     elif in_epoch is not None and in_epoch < 0.2:
@@ -188,7 +190,10 @@ def judge_order(samples):
     rows = samples.of(0)
     for steps in range(2, len(rows) // 2 + 1):
         if rows[steps:] == rows[:-steps] and any(rows):
-            return [line("note", "order", which="each epoch has", steps=steps)]
+            # Another model may train on the same epochs, as in cross-validation.
+            count = steps // (samples.first_epoch() or steps)
+            which = "each epoch has" if count <= 1 else f"epochs 0 and {count} have"
+            return [line("note", "order", which=which, steps=steps)]
     judged = False
     for i, (one, two) in enumerate(zip(epochs, epochs[1:])):
         count = min(len(one), len(two))  # --steps may have cut the last one

@@ -518,6 +518,33 @@ def test_samples():
     assert samples_of(filled_up, 9, epoch=3) == ["ok samples", "note order"]
 
 
+def test_ranks_that_go_through_all_samples():
+    """Also in a run that has no second epoch, if no sample has come twice."""
+
+    def own_order(rank, step, i):
+        return (2 * step + i + 7 * rank) % 40
+
+    found = samples_of(own_order, 20, epoch=30)
+    assert found == ["ok samples", "note whole epoch"]
+    assert samples_of(own_order, 30, epoch=30) == ["ok samples"]
+
+
+def test_epochs_that_come_again():
+    """Two models train on the same ones, as in cross-validation."""
+
+    def of_two(rank, step, i):
+        return 40 * (step // 5 % 2) + 4 * (step % 5) + 2 * i + rank
+
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            ids = [of_two(rank, s.number, i) for i in (0, 1)]
+            s.fetched[0].ids, s.fetched[0].key = ids, (0, s.number // 5)
+    found = judge_samples(Samples(run_of(steps)))[0][-1]
+    assert found.row == "order" and found.values["steps"] == 10
+    assert found.values["which"] == "epochs 0 and 2 have"
+
+
 def test_an_epoch_that_was_cut_has_the_order_of_another_one():
     """--steps may cut it, after more than one batch: the first one may be the same."""
 
