@@ -165,7 +165,7 @@ help: From step {first} on, the gradient is not that of one process with the sam
      rank 0's in the next forward(). Compute them from the samples of all ranks.
 [buffers differ] gradients
 bad: these buffers differ between ranks: {names}
-help: The gradients do not show it, but only rank 0's are saved.
+help: The gradients do not show it, but a checkpoint has only rank 0's.
 [uneven] gradients
 bad: {ranks} ranks: in step {first} the ranks have {rows} samples
 help: DDP gives each rank the same weight, so a sample counts more on a rank with fewer:
@@ -207,7 +207,7 @@ bad: not judged: {what}, where it makes no step
 # Evaluation
 [batch norm] numbers
 bad: each rank has its own batch norm statistics
-help: {detail} Only rank 0's are saved, and small batches train differently.
+help: {detail} A checkpoint has only rank 0's, and small batches train differently.
 [printed] numbers
 ok: two ranks print the same {pattern} as one process: {two}
 bad: two ranks do not print the {pattern} of one process: {two}, not {one}

@@ -363,6 +363,10 @@ def known_padding(batches, path):
         return values.pop()
     if any(tensor.dim() < 2 or tensor.numel() == 0 for tensor in tensors):
         return None
+    sizes = zip(*[tensor.shape for tensor in tensors])
+    padded = [d for d, of_all in enumerate(sizes) if d > 1 and len(set(of_all)) > 1]
+    if padded:  # such as in [rows, channels, times]
+        tensors = [t.movedim(padded[0], -1).flatten(0, -2) for t in tensors]
     ends = torch.cat([tensor[:, -1].reshape(len(tensor), -1) for tensor in tensors])
     ends = Counter(row[0] for row in ends.tolist() if len(set(row)) == 1)
     values = [v for v, count in ends.items() if count > 1]

@@ -144,6 +144,7 @@ PAD = {  # batches of two ranks, and what rows of the first tensor are padded wi
     "only at the ends": ([[[5, 6, 9], [7, 9, 9], [5, 5, 6]], [[4, 9], [6, 7]]], 9),
     "two candidates": ([[[5, 6, 9], [5, 7, 9], [5, 5, 8], [5, 6, 8]]], None),
     "in the middle, too": ([[[5, 9, 6], [7, 9, 9], [5, 9, 9]]], None),
+    "times behind channels": ([[[[5, 9], [6, 9]], [[5, 5], [4, 3]]], [[[5]] * 2]], 9),
     "no padding": ([[[1.5, 2.5]], [[3.5, 4.5, 5.5]]], None),
 }
 
