@@ -141,6 +141,7 @@ def traceback_of(text):
         prefix, found, _ = line.partition("Traceback (most recent call last)")
         if not found:
             continue
+        prefix = prefix.removesuffix("Original ")  # of a DataLoader's worker
         while prefix and not any(
             x.startswith(f"{prefix}  File") for x in lines[i + 1 :]
         ):
@@ -149,7 +150,7 @@ def traceback_of(text):
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
         # The words of some errors begin in a line below.
         end = re.search(r"^(?!Traceback)\w.*?(:\s+\w.*)?\n", own, re.MULTILINE)
-        if end:
+        if end and not re.search(r": Caught \w+ in ", end[0]):  # the original follows
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
             worth = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))
             best.setdefault(worth, (frames, end[0]))

@@ -140,7 +140,9 @@ def judge_samples(samples, parts=()):
     run, kind, found = samples.run, samples.kind, []
     share = samples.share_in_step()
     if share is not None and share >= 0.2 and kind != "inputs":
-        loaded = sum(map(len, samples.of(0)))
+        # A list of images [3, H, W] enters as three rows, however many images it has.
+        counts = [sum(map(len, samples.of(0, known))) for known in (kind, "rows")]
+        loaded = min(filter(None, counts))
         enter = sum(map(len, samples.of(0, "inputs")))
         of_inputs = samples.share_in_step("inputs")
         if enter * run.ranks <= loaded * 1.05 or of_inputs is None:

@@ -529,6 +529,26 @@ def test_ranks_that_go_through_all_samples():
     assert samples_of(own_order, 30, epoch=30) == ["ok samples"]
 
 
+@pytest.mark.parametrize(
+    "rows, inputs, found",
+    [
+        (8, 4, "ok samples"),  # each rank takes half of its batch
+        (0, 4, "ok samples"),  # of which nobody knows what is in it
+        (3, 3, "WRONG samples"),  # lists of images that have three channels
+    ],
+)
+def test_ranks_that_load_the_same(rows, inputs, found):
+    """They may take their shares of it. Rows are other ones, by augmentation."""
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            first = 1000 * rank + 10 * s.number
+            s.inputs = list(range(first, first + inputs))
+            s.fetched[0].ids = list(range(8 * s.number, 8 * s.number + 8))
+            s.fetched[0].rows = list(range(first, first + rows))
+    assert lines(judge_samples(Samples(run_of(steps)))[0])[0] == found
+
+
 def test_epochs_that_come_again():
     """Two models train on the same ones, as in cross-validation."""
 
@@ -1141,6 +1161,20 @@ def test_the_words_of_an_error_may_begin_in_the_next_line():
     )
     assert said.endswith("RuntimeError: \nUnknown builtin op: cuda::x.")
     assert first_traceback(text + "KeyError: 'x'\nmore\n").endswith("KeyError: 'x'")
+
+
+def test_an_error_in_a_worker_of_a_loader():
+    text = "Traceback (most recent call last):\n"
+    text += '  File "mine.py", line 9, in <module>\n    for x in loader:\n'
+    text += "ValueError: Caught ValueError in DataLoader worker process 0.\n"
+    text += "Original Traceback (most recent call last):\n"
+    text += '  File "data.py", line 3, in __getitem__\n    read(i)\n'
+    text += "ValueError: image 7 is not readable\n"
+    last = '  File "data.py", line 3, in __getitem__\n    read(i)\n'
+    last += "ValueError: image 7 is not readable"
+    assert first_traceback(text) == last
+    of_rank = "".join(f"[rank0]: {row}\n" for row in text.splitlines())
+    assert first_traceback(of_rank) == last
 
 
 def test_an_error_while_another_one_is_handled():
