@@ -293,6 +293,10 @@ help: Is LOCAL_RANK used in place of RANK, or to make a seed? Does one rank of e
 [shared disk] samples
 bad: two machines need a shared disk: {error}
 help: In folders of their own, they fail. In one folder, both train.
+[machines alone] gradients
+bad: on two machines every rank trains alone
+help: On one they train together. Does it count GPUs, as torch.cuda.device_count() > 1,
+     to know whether to use DDP? Ask dist.get_world_size().
 [machine batch]
 bad: not judged: two machines. A step has {two} samples there, and {one} on one
 help: Does the script divide the batch size by the GPUs of one machine?

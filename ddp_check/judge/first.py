@@ -294,10 +294,10 @@ def replay(launcher, report, run, samples, order=""):
     orders = [order] if order else ["rank by rank", "row by row"]
     for order in orders:
         results.append(replay_in_order(launcher, report, run, samples, order))
-        verdict = results[-1].verdict
-        if verdict.right:
+        verdict, one = results[-1].verdict, results[-1].one
+        if verdict.right or not (one.ended_well or any(one.steps)):
             break
-        calls = [r.steps[0][0].backwards for r in (run, results[-1].one) if r.steps[0]]
+        calls = [r.steps[0][0].backwards for r in (run, one) if r.steps[0]]
         divides = calls[1:] == [run.ranks * calls[0]] != [0]
         if order == "rank by rank" and divides and not verdict.wrong:
             # Gradient accumulation that is divided by the number of ranks

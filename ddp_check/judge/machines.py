@@ -4,6 +4,7 @@ import contextlib
 import os
 
 from ddp_check.judge import compare
+from ddp_check.judge.first import trains_together
 from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
@@ -64,6 +65,8 @@ def judge_start(run, shared):
 
 def judge_machines(run, samples):
     """(the findings, whether other bits are left to be judged)."""
+    if trains_together(samples.run) and not trains_together(run):
+        return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
     rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]
     one, two = [2 * len(of_rank) for of_rank in rows]

@@ -67,4 +67,4 @@ def printed(run, pattern):
 
 
 def shortened(pattern):
-    return pattern.split("(")[0].replace("\\s", " ").strip() or pattern
+    return pattern.split("(")[0].replace("\\s", " ").strip(" :=") or pattern

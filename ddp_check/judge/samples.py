@@ -161,12 +161,11 @@ def judge_samples(samples, parts=()):
     steps = samples.first_epoch()
     in_epoch = samples.share_in_epoch(steps or len(run.steps[0]))
     if kind == "ids" and in_epoch is not None:
-        ids = sum(samples.of(0), [])
-        # A loader that does not end may go through its data several times.
-        once = steps or len(set(ids)) == len(ids)
+        # In one iteration, a loader may go through its data several times.
+        ids = sum(samples.of(0)[: steps and steps - 1], [])
+        once = len(set(ids)) == len(ids) > 2
         if once and (samples.share_in_step() or 0) < 0.2 and in_epoch > 0.3:
-            if len(set(sum(samples.of(0)[:steps], []))) > 2:
-                found.append(line("note", "whole epoch", share=in_epoch))
+            found.append(line("note", "whole epoch", share=in_epoch))
     elif in_epoch is not None and in_epoch < 0.2:
         if min(samples.data) > 0 and len(set(samples.data)) > 1:
             found.append(line("note", "own data"))

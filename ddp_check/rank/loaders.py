@@ -51,18 +51,26 @@ class Loaders:
         key = number, self.known[number][-1]
         self.known[number][-1] += 1
         self.listener.begins_iteration(number)
+        persists = loader.persistent_workers and loader.num_workers > 0
         if self.replay and self.replay.gives(key):
             with contextlib.suppress(TypeError):
                 own = self.length(loader)
                 if own != self.replay.length(number, None):
                     self.listener.has_other_length()
-            return self.give(key)
-        if getattr(loader, "_iterator", None) is not None:  # workers that persist
-            loader._iterator.check_indices = deque()
-        with self.listener.fetching():
-            iterator = iterate(loader)
-            data = fingerprint(loader) if key[1] == 0 else 0
-        return Batches(self, key, iterator, data, loader.batch_sampler is not None)
+            batches = self.give(key)
+        else:
+            if persists:
+                loader._iterator = getattr(loader._iterator, "iterator", None)
+            if persists and loader._iterator is not None:
+                loader._iterator.check_indices = deque()
+            with self.listener.fetching():
+                iterator = iterate(loader)
+                data = fingerprint(loader) if key[1] == 0 else 0
+            several = loader.batch_sampler is not None
+            batches = Batches(self, key, iterator, data, several)
+        if persists:  # a loader of the script's own may go on with it
+            loader._iterator = batches
+        return batches
 
     def give(self, key):
         self.listener.begins_to_give()

@@ -59,7 +59,12 @@ class Merge:
         marks = [list(map(checksum, tensors_in(part))) for part in parts]
         if all(m == marks[0] != [] for m in marks):
             return parts[0]  # the ranks take their shares later
-        stacked = any(has_rows(e, rows[0], 0) for e in entries_of(parts[0]))
+        entries = entries_of(parts[0])
+        stacked = any(has_rows(e, rows[0], 0) for e in entries)
+        alike = {(e.dtype, e.dim()) if torch.is_tensor(e) else None for e in entries}
+        if stacked and len(entries) == rows[0] > 2 and len(alike) == 1:
+            text = f"a batch of {rows[0]} has {rows[0]} tensors with as many rows"
+            self.notes.problems.append(text)
         return self.join(parts, rows, stacked)
 
     def join(self, parts, rows, stacked, path=()):

@@ -1014,6 +1014,9 @@ def test_two_machines():
         assert lines(machines.judge_start(bad, bad)[0]) == ["WRONG machines start"]
     assert lines(machines.judge_start(ended, None)[0]) == ["note no step"]
     assert lines(machines.judge_machines(right, Samples(right))[0]) == ["ok machines"]
+    alone = run_of(ranks_of(ddp_forwards=0))
+    found, unsure = machines.judge_machines(alone, Samples(right))
+    assert lines(found) == ["WRONG machines alone"] and not unsure
     other = run_of(ranks_of(bits={"last": 5}))
     assert machines.judge_machines(other, Samples(right)) == ([], True)
     smaller = run_of(ranks_of(inputs=[1, 2], fetched=[]))

@@ -176,6 +176,14 @@ def test_rows_are_padded_to_the_longest(merge):
     assert "the value to pad with is a guess" in merge.take_notes().problems[0]
 
 
+def test_as_many_tensors_as_samples_may_be_samples_or_columns(merge):
+    """Such as three clouds of three points."""
+    merge.batch([list(torch.rand(3, 3, 2)) for _ in range(2)], [3, 3])
+    assert "3 tensors with as many rows" in merge.take_notes().problems[0]
+    merge.batch([list(torch.rand(2, 3, 2)) for _ in range(2)], [3, 3])
+    assert merge.notes.problems == []
+
+
 def test_flat_tensors_may_hold_places_in_others(merge):
     """Of nn.EmbeddingBag: the texts of a batch in one row, and where each begins."""
     part = torch.tensor([1, 0]), torch.arange(5), torch.tensor([0, 3])

@@ -1,6 +1,7 @@
 # The same training, written in other ways.
 # case: zipped | ok gradient
 # case: twice | ok order; ok gradient
+# case: goes-on | ok samples; ok gradient
 # case: averaged | ok alone; ok gradient
 # case: fixed | ok gradient
 # case: fixed values | ok gradient
@@ -48,6 +49,13 @@ class Unknown(list):
     def __init__(self, samples):
         super().__init__(default_collate(samples))
         self.later = lambda: self
+
+
+class GoesOn(DataLoader):
+    """Its second iteration is the rest of the first one."""
+
+    def __iter__(self):
+        return self._iterator or super().__iter__()
 
 
 def set_gradients(x, y):
@@ -106,10 +114,15 @@ wrapped = model if alone else DistributedDataParallel(model)
 batch_size = 16 if case.startswith("fixed") else 32 // size
 collate = {"flat": flatten, "nested": nest, "unknown": Unknown}.get(case)
 loader = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate)
+if case == "goes-on":
+    workers = {"num_workers": 1, "persistent_workers": True}
+    loader = GoesOn(dataset, batch_size, sampler=sampler, **workers)
 others = TensorDataset(torch.randn(320, 8))
 unlabeled = DataLoader(others, batch_size, sampler=DistributedSampler(others))
 if case == "twice":  # one loader, iterated twice at the same time
     unlabeled = loader
+if case == "goes-on":
+    unlabeled = [(x_all,)] * 4
 for epoch in (0, 1):
     sampler.set_epoch(epoch)
     for (x, y), (u, *_) in zip(loader, unlabeled):
