@@ -549,6 +549,30 @@ def test_ranks_that_load_the_same(rows, inputs, found):
     assert lines(judge_samples(Samples(run_of(steps)))[0])[0] == found
 
 
+def test_the_same_indices_of_data_that_nobody_knows():
+    """Rows may differ by augmentation, or because each rank has its own data."""
+    for data, found in ((-1, "note no samples"), (0, "note no samples"), (7, "WRONG")):
+        steps = ranks_of()
+        for s in sum(steps, []):
+            s.fetched[0].data, s.fetched[0].ids = data, [2 * s.number, 2 * s.number + 1]
+        assert lines(judge_samples(Samples(run_of(steps)))[0])[0].startswith(found)
+
+
+def test_epochs_of_two_data_sets():
+    """The same indices, which may be of the same samples or of others."""
+    for same in (False, True):
+        steps = ranks_of()
+        for rank, of_rank in enumerate(steps):
+            for s in of_rank:
+                loader, batch = divmod(s.number, 10)
+                ids = [4 * batch + 2 * i + rank for i in (0, 1)]
+                rows = ids if same else [100 * loader + i for i in ids]
+                fetch = Fetch((loader, 0), ids, rows, data=7, trains=True)
+                s.fetched, s.inputs = [fetch], rows
+        found = lines(judge_samples(Samples(run_of(steps)))[0])
+        assert found == ["ok samples", "note order" if same else "ok order"]
+
+
 def test_epochs_that_come_again():
     """Two models train on the same ones, as in cross-validation."""
 
