@@ -484,6 +484,22 @@ def test_masks_of_other_shapes_are_known_by_the_generator(same):
     assert not same or found[0].values["same"] == same
 
 
+@pytest.mark.parametrize("steps, tried", [([], 1), (ranks_of(3)[0], 2)])
+def test_one_process_that_fails_at_the_start_gets_no_other_order(
+    steps, tried, monkeypatch
+):
+    failed, orders = run_of([steps], codes=[1]), []
+
+    def replay_in_order(launcher, report, run, samples, order):
+        orders.append(order)
+        verdict = compare.Verdict(20, len(steps), reason="One process fails: no.")
+        return first.Replayed(verdict, failed, order)
+
+    monkeypatch.setattr(first, "replay_in_order", replay_in_order)
+    first.replay(None, command.Report("mine.py"), run_of(ranks_of()), None)
+    assert len(orders) == tried
+
+
 # ---- Samples -------------------------------------------------------------------------
 def samples_of(rank_of_row, count=20, epoch=10, parts=()):
     """rank_of_row: (rank, step, i) -> the sample."""
