@@ -269,7 +269,7 @@ class Gpus:
         model.device_ids = []
 
     def _ddp(self, create, ddp, module, device_ids=None, output_device=None, **options):
-        for device in [*(device_ids or []), output_device]:
+        for device in device_ids or []:
             self._find(device)
         create(ddp, module, **options)
 
