@@ -85,6 +85,7 @@ class Launch:
             "CUDA_VISIBLE_DEVICES": "",  # a CPU computes the same bits every time
             "PYTHONPATH": python_path(),
             "TORCH_COMPILE_DISABLE": "1",  # it would not see the random numbers
+            "HYDRA_FULL_ERROR": "1",  # Hydra hides tracebacks
             # Lightning's options for several machines. Most scripts leave them out.
             "PL_TRAINER_NUM_NODES": str(machines),
             "LT_NUM_NODES": str(machines),

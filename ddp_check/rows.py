@@ -134,7 +134,7 @@ help: An index means other samples on each rank, so some may never be used. Is t
 [order] samples
 ok: each epoch has its own order
 bad: {which} the same order
-help: The same batches come again after {steps} steps. If they should be shuffled: is
+help: The same batches come again after {period}. If they should be shuffled: is
      set_epoch() called, each time with another number?
 [masks] samples
 ok: the ranks draw different random numbers in a step (dropout, noise)

@@ -194,7 +194,7 @@ def judge_order(samples):
             # Another model may train on the same epochs, as in cross-validation.
             count = steps // (samples.first_epoch() or steps)
             which = "each epoch has" if count <= 1 else f"epochs 0 and {count} have"
-            return [line("note", "order", which=which, steps=steps)]
+            return [line("note", "order", which=which, period=f"{steps} steps")]
     judged = False
     for i, (one, two) in enumerate(zip(epochs, epochs[1:])):
         count = min(len(one), len(two))  # --steps may have cut the last one
@@ -202,6 +202,7 @@ def judge_order(samples):
             continue
         if one[:count] == two[:count]:
             which = f"epochs {i} and {i + 1} have"
-            return [line("note", "order", which=which, steps=len(one))]
+            period = f"{len(one)} batches"
+            return [line("note", "order", which=which, period=period)]
         judged = True
     return [line("ok", "order")] if judged else []

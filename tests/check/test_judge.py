@@ -601,7 +601,7 @@ def test_epochs_that_come_again():
             ids = [of_two(rank, s.number, i) for i in (0, 1)]
             s.fetched[0].ids, s.fetched[0].key = ids, (0, s.number // 5)
     found = judge_samples(Samples(run_of(steps)))[0][-1]
-    assert found.row == "order" and found.values["steps"] == 10
+    assert found.row == "order" and found.values["period"] == "10 steps"
     assert found.values["which"] == "epochs 0 and 2 have"
 
 
