@@ -148,8 +148,9 @@ def traceback_of(text):
             prefix = prefix[1:]  # a progress bar stands before it
         own = [line for line in lines[i + 1 :] if line.startswith(prefix)]
         own = "\n".join([line.removeprefix(prefix) for line in own]) + "\n"
-        # The words of some errors begin in a line below.
-        end = re.search(r"^(?!Traceback)\w.*?(:\s+\w.*)?\n", own, re.MULTILINE)
+        # The words of some errors begin in a line below, or go on there after a colon.
+        words = r"^(?!Traceback)\w.*?(:\s+\w.*?(:\n\w.*)?)?\n"
+        end = re.search(words, own, re.MULTILINE)
         if end and not re.search(r": Caught \w+ in ", end[0]):  # the original follows
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
             worth = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))

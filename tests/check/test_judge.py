@@ -1204,6 +1204,8 @@ def test_the_words_of_an_error_may_begin_in_the_next_line():
     )
     assert said.endswith("RuntimeError: \nUnknown builtin op: cuda::x.")
     assert first_traceback(text + "KeyError: 'x'\nmore\n").endswith("KeyError: 'x'")
+    said = first_traceback(text + "hydra.E: Error in call to f:\nTypeError(1)\nmore\n")
+    assert said.endswith("hydra.E: Error in call to f:\nTypeError(1)")
 
 
 def test_an_error_in_a_worker_of_a_loader():
