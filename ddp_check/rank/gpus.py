@@ -130,11 +130,18 @@ class Gpus:
         if isinstance(device, torch.device):  # that of a tensor is the CPU
             device = device.index if device.type == "cuda" else None
         index = self._current if device is None else int(device)
-        if not 0 <= index < self.device_count():
-            raise RuntimeError(
-                f"CUDA error: invalid device ordinal: cuda:{index} on a machine with "
-                f"{self.device_count()} ranks, which seems to have a GPU for each"
+        count = self.device_count()
+        if not 0 <= index < count:
+            where = (
+                f"on a machine with {count} ranks, which seems to have a GPU for each"
             )
+            if count < self._count:
+                where = (
+                    f"with CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
+                )
+            text = f"CUDA error: invalid device ordinal: cuda:{index} {where}"
+            raise RuntimeError(text)
+        self._count = count
         self._used.add(index)
         # FSDP1 takes a second to import. So it is changed when the script has it.
         module = sys.modules.get("torch.distributed.fsdp")
@@ -167,7 +174,8 @@ class Gpus:
     def device_count(self):
         count = self._count
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible and visible != self._visible:  # the script has set it
+        # The script may set it, but not after CUDA has started.
+        if visible and visible != self._visible and not self._used:
             count = min(count, len(visible.split(",")))
         return count
 

@@ -676,6 +676,24 @@ else:
 """
 
 
+VISIBLE = """
+import os
+from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
+pretend_that_the_cpu_is_a_gpu(2)
+os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+assert torch.cuda.device_count() == 1
+try:
+    torch.cuda.set_device(1)
+except RuntimeError as error:
+    assert "with CUDA_VISIBLE_DEVICES=7" in str(error)
+else:
+    raise AssertionError
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+torch.cuda.set_device(1)
+os.environ["CUDA_VISIBLE_DEVICES"] = "7"  # too late: CUDA has started
+assert torch.cuda.device_count() == 2
+torch.cuda.set_device(0)
+"""
 RANKS = """
 import os
 import torch.distributed as dist
@@ -792,7 +810,7 @@ assert steps() == 2
 @pytest.mark.parametrize(
     "code",
     [
-        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS),
+        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE),
         RANKS.format(SYNC_NORM + GATHER + DDP_INSIDE),
         WATCHED + GPU_ASKED_FOR.format("torch.accelerator.is_available()"),
         WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
