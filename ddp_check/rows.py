@@ -125,8 +125,8 @@ help: The samples do not change from step to step, or the data set makes others 
      time, or no DataLoader and no module in train() mode gets any.
 [whole epoch] samples
 bad: the ranks have samples in common in an epoch
-help: {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank go through
-     all samples, or shuffle with a seed of its own?
+help: At least {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank
+     go through all samples, or shuffle with a seed of its own?
 [own data] samples
 bad: the ranks have different data, and share its indices
 help: An index means other samples on each rank, so some may never be used. Is the data

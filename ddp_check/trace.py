@@ -135,6 +135,7 @@ class Step:
     tensor_parallel: bool = False
     # What a replay could not do in this step, each a sentence. It excuses this step.
     problems: list = dataclasses.field(default_factory=list)
+    widened: bool = False  # rows that the ranks have padded to other lengths
     # In a replay: torch calls whose numbers were the same on all ranks, or not.
     alike: list = dataclasses.field(default_factory=list)
     different: list = dataclasses.field(default_factory=list)

@@ -253,7 +253,12 @@ def no_loader(ranks, one, context):
 
 
 def batched_again(ranks, one, context):
-    """One process got samples that the ranks had, but not in this step."""
+    """One process got samples that the ranks had, but not in this step.
+
+    Rows that the replay has padded further look like those of another step.
+    """
+    if one.widened:
+        return ""
     mine = {row for step in ranks for row in step.parts}
     others = {row for row in one.parts if row not in mine} & context.known
     fetched = {row for step in ranks for f in step.fetched for row in f.parts}

@@ -407,10 +407,10 @@ def judge_masks(run, replayed):
     alike, drawn = Counter(), Counter()  # steps, by the name
     for steps in zip(*run.steps[:2]):
         for name in joined:
-            states = [states_of(step, name) for step in steps]
-            if all(states):
+            draws = [draws_of(step, name) for step in steps]
+            if all(draws):
                 drawn[name] += 1
-                alike[name] += all(one == two for one, two in zip(*states))
+                alike[name] += begin_alike(*draws)
     names = sorted(+alike)
     if names:
         values = {"same": max(alike.values()), "steps": max(drawn.values())}
@@ -418,10 +418,20 @@ def judge_masks(run, replayed):
     return [line("ok", "masks")] if drawn else []
 
 
-def states_of(step, name):
-    """Those of the generator, each before a draw of this name.
-
-    A single number may be a decision for all ranks.
-    """
+def draws_of(step, name):
+    """Those of this name. A single number may be a decision for all ranks."""
     draws = [d for d in step.draws if f"torch.{d.name}()" == name]
-    return [d.state for d in draws if math.prod(d.shape) > 1]
+    return [d for d in draws if math.prod(d.shape) > 1]
+
+
+def begin_alike(one, two):
+    """Whether the generator had the same state, before each of these draws.
+
+    The first ones of other shapes set the generators of the ranks apart.
+    """
+    for a, b in zip(one, two):
+        if a.state != b.state:
+            return False
+        if a.shape != b.shape:
+            return True
+    return True

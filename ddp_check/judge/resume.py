@@ -140,7 +140,8 @@ def judge_resume(two, run, again, cut):
     lost = len(made) - done
     if done == 0:
         if count != left and not (cut and count > left):
-            detail = "It starts from its first weights."
+            detail = "It starts from its first weights: were the saved ones loaded? "
+            detail += "load_state_dict(strict=False) does not fail."
             values = {"made": count, "left": left, "detail": detail}
             return [line("WRONG", "no rest", **values)]
         return [line("LOSES", "all lost", lost=lost)]
@@ -181,6 +182,8 @@ def judge_rest(two, again, done):
         alike = noises(*steps[:2], str.__eq__) and not noises(*rest[:2], str.__eq__)
         then = "The rest was compared with the old ones." if first is None else ""
         if unsure:
+            then = "So the rest was not judged."
+        if unsure and inputs:
             then = "So the samples differ, and the rest was not judged."
         text = " Now both ranks draw the same." if alike else ""
         found = [line("note", "other noise", who=names, same=text, then=then)]

@@ -130,6 +130,7 @@ class Replay(Reference):
         """What could not be done in this step, and so on."""
         notes = self.merge.take_notes()
         step.problems = notes.problems
+        step.widened = notes.widened
         step.alike, step.different = sorted(notes.alike), sorted(notes.different)
 
     # ---- Batches

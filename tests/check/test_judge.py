@@ -218,6 +218,8 @@ NO_EXCUSE = [
     # Rows that a rank has changed, such as normalized by its own mean
     ({"inputs": [1, 2, 3, 4], "parts": [-1, -2]}, {"inputs": [5], "parts": [-3, -4]}),
     ({"backwards": 2}, {"backwards": 4}),  # one for each sample: these are the same
+    # Rows that were padded further look like those of other steps
+    ({}, {"parts": [0, 4, 8], "inputs": [], "widened": True}),
 ]
 
 
@@ -476,7 +478,9 @@ def test_masks_of_other_shapes_are_known_by_the_generator(same):
             state = s.number if s.number < same else 1000 * rank + s.number
             shape = [4, 7 + rank]  # rows are padded to each rank's longest
             mask = Draw("bernoulli_", shape, s.number + 1000 * rank, state)
-            s.draws = [mask, Draw("rand", [1], 1, 1)]
+            # Other shapes have set the generators apart before the next one.
+            after = Draw("bernoulli_", shape, s.number + 2000 * rank, -1 - rank)
+            s.draws = [mask, after, Draw("rand", [1], 1, 1)]
     replayed = replay_of(recorded, different=["torch.bernoulli_()", "torch.rand()"])
     answer = first.Replayed(compare.Verdict(), run_of([replayed]), "rank by rank")
     found = first.judge_masks(run_of(recorded), answer)
@@ -921,6 +925,14 @@ def test_another_learning_rate_is_named():
     assert resumed(change=change_rank_1)[-1].values["rates"] == ""
     text = "The learning rate of its step 2 is 0.2, not 0.1."
     assert resumed(change=change_rate)[-1].values["rates"] == text
+
+
+def test_other_numbers_do_not_say_that_the_samples_differ():
+    then = "So the rest was not judged."
+    assert resumed(change=other_generator)[-1].values["then"] == then
+    two = run_of(ranks_of(fetched=[]))
+    then = "So the samples differ, and the rest was not judged."
+    assert resumed(two=two, change=skip_and_draw)[-1].values["then"] == then
 
 
 def test_the_set_up_of_a_relaunch_may_draw():
