@@ -177,8 +177,8 @@ def without_colors(text):
 
 
 def own_words(text):
-    """The lines before tracebacks and faulthandler's dumps, without warnings."""
+    """The lines before tracebacks and dumps, without warnings and progress bars."""
     ends = r"^(.*Traceback \(|Fatal Python error|Current thread|Thread 0x|Stack \()"
     words = re.split(ends, text, maxsplit=1, flags=re.MULTILINE)[0]
-    words = re.sub(r".*Warning: .*\n(  .*\n)?", "", words)
+    words = re.sub(r".*Warning: .*\n(  .*\n)?|.*\d%\|.*", "", words)
     return [line for line in words.splitlines() if re.search(r"\w", line)]

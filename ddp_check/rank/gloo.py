@@ -14,6 +14,15 @@ def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
     return gather(same, tensor, *args, **kwargs)
 
 
+def average_integers(reduce, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    """NCCL has averages of integers, as Lightning asks for at the end of an epoch."""
+    if op != dist.ReduceOp.AVG or tensor.is_floating_point() or async_op:
+        return reduce(tensor, op, group, async_op)
+    reduce(tensor, dist.ReduceOp.SUM, group)
+    tensor.div_(dist.get_world_size(group), rounding_mode="trunc")
+    return None
+
+
 def normalize_over_all_ranks(forward, norm, x):
     """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
     group = norm.process_group or dist.group.WORLD

@@ -20,7 +20,7 @@ from ddp_check.judge import alone, compare, first, machines, printed, resume
 from ddp_check.judge.compare import Different, Excused, Same
 from ddp_check.judge.samples import Samples, judge_samples, trained_on
 from ddp_check.launch import TooSlow, processes_of
-from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback
+from ddp_check.result import PACKAGE, OwnFault, Run, first_traceback, own_words
 from ddp_check.trace import Comparison, Draw, End, Fetch, RankTrace, Start, Step
 
 WEIGHTS = "first", "middle", "last"
@@ -591,6 +591,25 @@ def test_epochs_of_two_data_sets():
                 s.fetched, s.inputs = [fetch], rows
         found = lines(judge_samples(Samples(run_of(steps)))[0])
         assert found == ["ok samples", "note order" if same else "ok order"]
+
+
+@pytest.mark.parametrize(
+    "ids, inputs, found",
+    [
+        (1, 1, "WRONG samples"),  # other indices, but the data set draws the same
+        (0, 1, "WRONG samples"),
+        (0, 2, "ok samples"),  # each rank takes half of its batch
+    ],
+)
+def test_rows_that_are_the_same_on_all_ranks(ids, inputs, found):
+    steps = ranks_of()
+    for rank, of_rank in enumerate(steps):
+        for s in of_rank:
+            rows = list(range(10 * s.number, 10 * s.number + 4))
+            s.fetched[0].rows = rows
+            s.fetched[0].ids = [row + 1000 * rank * ids for row in rows]
+            s.inputs = rows if inputs == 1 else rows[rank::2]
+    assert lines(judge_samples(Samples(run_of(steps)))[0])[0] == found
 
 
 def test_epochs_that_come_again():
@@ -1245,7 +1264,9 @@ def test_an_error_while_another_one_is_handled():
 
 
 def test_the_scripts_own_words_come_before_a_dump():
-    text = "epoch 1\nerror: rank 1: no such data\nFatal Python error: Aborted\n\n"
+    text = "epoch 1\nerror: rank 1: no such data\n 50%|##  | 1/2 [00:08<00:08]\n"
+    assert own_words(text)[1:] == ["error: rank 1: no such data"]
+    text += "Fatal Python error: Aborted\n\n"
     text += 'Thread 0x01 (most recent call first):\n  File "x.py", line 3 in wait\n'
     assert first_traceback(text) == "error: rank 1: no such data"
     assert (

@@ -720,6 +720,9 @@ GATHER = """
 of_all = [torch.zeros(1), torch.zeros(1)]
 dist.all_gather(of_all, torch.tensor(rank + 1.0))  # a number, as NCCL takes it
 assert of_all == [1, 2]
+mean = torch.tensor(3 + rank)
+dist.all_reduce(mean, dist.ReduceOp.AVG)  # of integers, as Lightning has
+assert mean == 3
 """
 SYNC_NORM = """
 torch.set_default_dtype(torch.float64)
