@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import zlib
+from builtins import isinstance  # noqa: UP029 - s3prl puts its own there
 from collections.abc import Mapping
 
 import torch
