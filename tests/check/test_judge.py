@@ -946,6 +946,70 @@ def test_another_learning_rate_is_named():
     assert resumed(change=change_rate)[-1].values["rates"] == text
 
 
+def with_draws(numbers):
+    """A run of two ranks in which each rank draws a mask of its own in each step."""
+    two = run_of(ranks_of())
+    for of_rank, number in zip(two.steps, numbers):
+        for s in of_rank:
+            s.draws = [Draw("randperm", [4], s.number, 1), Draw("rand", [4], number, 1)]
+    return two
+
+
+def test_who_draws_other_numbers_than_before():
+    def draw(*numbers, order=0):
+        def change(again, stopped):
+            for of_rank, number in zip(again.steps, numbers):
+                for s in of_rank:
+                    order_of = Draw("randperm", [4], s.place + order, 1)
+                    s.draws = [order_of, Draw("rand", [4], number, 1)]
+
+        return resumed(two=with_draws([1, 2]), change=change)[1:]
+
+    note, rest = draw(1, 3)
+    assert note.values["who"] == "rank 1" and note.values["same"] == ""
+    assert note.values["then"] == "The rest was compared with the old ones."
+    assert rest.word == "ok" and rest.values["apart"] == "the same bits"
+    note = draw(4, 4)[0]
+    assert note.values["who"] == "rank 0 and rank 1"
+    assert note.values["same"] == " Now both ranks draw the same."
+    assert lines(draw(1, 2, order=9)) == ["ok rest"]  # samples are compared anyway
+    assert draw(3, 2)[0].values["same"] == ""
+    none = resume.noises(*[ranks_of(3)[0] for _ in range(2)], str.__eq__)
+    assert none is False  # nothing is drawn
+
+
+def test_a_relaunch_with_other_bits_says_how_far_it_is():
+    def round_differently(again, stopped):
+        for steps in again.steps:
+            for s in steps:
+                s.bits, s.weights = {"last": -1}, table(1 + 1e-9)
+
+    rest = resumed(change=round_differently)[-1]
+    assert rest.word == "ok" and rest.values["apart"] == "1e-09 apart"
+
+
+def test_samples_of_a_relaunch_are_known_by_their_rows():
+    """Rows that never came before may be the same samples with other noise."""
+
+    def rows(shift):
+        two = run_of(ranks_of())
+
+        def change(again, stopped):
+            for steps in again.steps:
+                for s in steps:
+                    fetch = dataclasses.replace(s.fetched[0], ids=[])
+                    s.fetched = [fetch]
+                    fetch.rows = s.inputs = [row + shift for row in fetch.rows]
+
+        for s in sum(two.steps, []):
+            s.fetched[0].ids = []
+        return resumed(two=two, change=change)[-1]
+
+    assert rows(0).row == "rest" and rows(0).word == "ok"
+    assert rows(4).row == "other samples" and rows(4).values["first"] == 0
+    assert rows(100_000).row == "rest"
+
+
 def test_other_numbers_do_not_say_that_the_samples_differ():
     then = "So the rest was not judged."
     assert resumed(change=other_generator)[-1].values["then"] == then
@@ -976,7 +1040,7 @@ def test_a_relaunch_behind_the_end_of_the_recording_is_left_out():
     assert lines(resumed(two=two)) == ["LOSES lost", "ok rest"]
 
 
-def test_files_that_both_runs_saved(tmp_path):
+def test_files_that_both_runs_saved(tmp_path, monkeypatch):
     runs = []
     for name, value in (("one", 1.0), ("two", 1.1)):
         folder = tmp_path / name / "machine0/folder"
@@ -991,6 +1055,16 @@ def test_files_that_both_runs_saved(tmp_path):
     assert found.values["off"] == pytest.approx(0.1) and "ema.0" in str(found.values)
     (found,) = resume.judge_saved(runs[0], runs[0])
     assert found.word == "ok" and found.values["names"] == "best.pt, last.pt"
+    monkeypatch.setattr(resume, "MOST_BYTES", 10)
+    assert resume.judge_saved(*runs) == []
+
+
+def test_tensors_that_files_do_not_share_are_not_compared():
+    one, two = {"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.ones(3)}
+    assert resume.compare_files(one, two) == (-1.0, [])
+    nan = {"b": torch.tensor([torch.nan])}
+    assert resume.compare_files(one, nan) == resume.compare_files(nan, one) == (-1, [])
+    assert resume.compare_files(one, {"b": torch.tensor([1.5])}) == (0.5, ["b"])
 
 
 def test_what_has_not_ended():
