@@ -62,7 +62,8 @@ class Merge:
         entries = entries_of(parts[0])
         stacked = any(has_rows(e, rows[0], 0) for e in entries)
         alike = {(e.dtype, e.dim()) if torch.is_tensor(e) else None for e in entries}
-        if stacked and len(entries) == rows[0] > 2 and len(alike) == 1:
+        named = isinstance(parts[0], Mapping)
+        if stacked and not named and len(entries) == rows[0] > 2 and len(alike) == 1:
             text = f"a batch of {rows[0]} has {rows[0]} tensors with as many rows"
             self.notes.problems.append(text)
         return self.join(parts, rows, stacked)

@@ -181,6 +181,8 @@ def test_as_many_tensors_as_samples_may_be_samples_or_columns(merge):
     merge.batch([list(torch.rand(3, 3, 2)) for _ in range(2)], [3, 3])
     assert "3 tensors with as many rows" in merge.take_notes().problems[0]
     merge.batch([list(torch.rand(2, 3, 2)) for _ in range(2)], [3, 3])
+    named = [dict(zip("abc", torch.rand(3, 3, 2))) for _ in range(2)]
+    assert len(merge.batch(named, [3, 3])["a"]) == 6
     assert merge.notes.problems == []
 
 
