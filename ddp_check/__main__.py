@@ -127,7 +127,7 @@ class Report:
         wrong = [f for f in self.findings if f.word == "WRONG"]
         text = "Nothing of what was checked is wrong."
         if wrong:
-            text = f"First fix this: {rows.sentences(wrong[0])[0].rstrip('.')}."
+            text = f"First fix this: {rows.sentences(wrong[0])[0].rstrip('.!?')}."
         elif not any(finding.word in ("ok", "LOSES") for finding in self.findings):
             text = "Nothing was judged."
         left = any(finding.row == "not replayed" for finding in self.findings)

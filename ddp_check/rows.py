@@ -169,7 +169,7 @@ help: The gradients do not show it, but a checkpoint has only rank 0's.
 [uneven] gradients
 bad: {ranks} ranks: in step {first} the ranks have {rows} samples
 help: DDP gives each rank the same weight, so a sample counts more on a rank with fewer:
-     {off:.0e}. Use drop_last=True if it matters.
+     {off:.0e}. If it matters and all ranks have as many samples, use drop_last=True.
 [not replayed] gradients
 bad: not judged: the gradients of {ranks} ranks
 help: {reason}

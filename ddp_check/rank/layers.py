@@ -72,7 +72,10 @@ class Layers(TorchFunctionMode):
                 replay.places = None
 
     def see_sync_norm(self, forward, norm, x):
-        """It normalizes the rows of all ranks, so there is nothing to replay."""
+        """It normalizes the rows of all ranks, as batch norm on one process does."""
+        if norm.training or norm.running_mean is None:
+            place = self.steps.now.number, self.draws.next_number("rows")
+            self.steps.keep("rows", place, torch.zeros(0))  # those of no rank
         self.synchronizes = True
         try:
             return forward(norm, x)

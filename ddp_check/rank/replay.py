@@ -226,4 +226,8 @@ class Replay(Reference):
         if self.order == "in turn":
             return [torch.arange(len(whole))]
         parts = [recorded.get("rows", place) for recorded in self.ranks]
-        return None if None in parts else find_rows(parts, whole)
+        if any(part is None for part in parts):
+            return None
+        if not any(map(len, parts)):  # of SyncBatchNorm
+            return [torch.arange(len(whole))]
+        return find_rows(parts, whole)

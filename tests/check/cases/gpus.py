@@ -11,6 +11,7 @@
 #     | alone
 # case: buffers | WRONG ends early rank=1
 # case: sync | ok gradient
+# case: sync-if | ok gradient
 # case: shares | ok gradient
 # case: sums | WRONG gradient first=0 factor=2
 # case: parallel | ok gradient; ok global batch; ok alone weights
@@ -53,9 +54,9 @@ if case == "batch":
 if case == "scaler":
     rows, more = 16, {"num_workers": 1, "persistent_workers": True}
 loader = DataLoader(dataset, rows, sampler=sampler, **more)
-normalize = [nn.BatchNorm1d(16)] if case in ("sync", "buffers") else []
+normalize = [nn.BatchNorm1d(16)] if case in ("sync", "sync-if", "buffers") else []
 model = nn.Sequential(nn.Linear(8, 16), *normalize, nn.Tanh(), nn.Linear(16, 8)).cuda()
-if case == "sync":
+if case == "sync" or (case == "sync-if" and size > 1):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
 scaler = torch.amp.GradScaler("cuda", enabled=case == "scaler")
 if case in ("shares", "sums"):
