@@ -92,7 +92,8 @@ def first_launch(launcher, report):
     # Gloo, which takes the place of NCCL, refuses some calls.
     words = run.words()
     refused = re.search("gloo|not implemented|op: cuda::", words["error"], re.I)
-    refused = refused and "by peer" not in words["error"]
+    # These errors say its name as well: a rank has ended, or calls another collective.
+    refused = refused and not re.search("by peer|mismatch|preamble", words["why"])
     refused = refused and launcher.gpus and not run.ended_well
     if refused or "cannot be imitated" in run.said.get("errors", ""):
         report.say(line("note", "imitated", **words))

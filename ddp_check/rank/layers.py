@@ -7,6 +7,7 @@ torch.cat([x, x]) or view(batch * frames, ...) do. So they are known by their co
 import inspect
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -75,7 +76,8 @@ class Layers(TorchFunctionMode):
         """It normalizes the rows of all ranks, as batch norm on one process does."""
         if norm.training or norm.running_mean is None:
             place = self.steps.now.number, self.draws.next_number("rows")
-            self.steps.keep("rows", place, torch.zeros(0))  # those of no rank
+            if norm.process_group in (None, dist.group.WORLD):
+                self.steps.keep("rows", place, torch.zeros(0))  # those of no rank
         self.synchronizes = True
         try:
             return forward(norm, x)

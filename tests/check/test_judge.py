@@ -1145,6 +1145,32 @@ def test_what_asks_for_gpus(code, error, asks):
     assert (run is failed) != asks
 
 
+@pytest.mark.parametrize(
+    "error, refuses",
+    [
+        ("RuntimeError: ProcessGroupGloo does not support scan", True),
+        # Its sources are named in errors that are the script's, too.
+        ("RuntimeError: gloo/pair.cc:456 op.preamble.length <= op.nbytes", False),
+        ("RuntimeError: gloo/pair.cc:553 Connection closed by peer", False),
+    ],
+)
+def test_what_gloo_refuses_is_not_judged(error, refuses, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("torch.cuda.set_device(0)")
+
+    class Failing(Launches):
+        def start(self, *more, **options):
+            return self
+
+        def end(self):
+            return run_of([[], []], codes=[1], said={"errors": f"{error}\n"})
+
+    launcher, report = Failing(), command.Report("mine.py")
+    launcher.script = [str(script)]
+    run = first.first_launch(launcher, report)
+    assert (run is None) == refuses == (lines(report.findings) == ["note imitated"])
+
+
 # ---- Two machines --------------------------------------------------------------------
 def test_two_machines():
     right = run_of(ranks_of())
