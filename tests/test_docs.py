@@ -98,13 +98,13 @@ def names_on_github(text):
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-# Options of git, pip, py-spy, Docker, Slurm, Ray, torchrun, torchfrtrace, open_clip, of
-# the check and of lines.py
+# Options of git, pip, py-spy, Docker, Slurm, Ray, torchrun, torchfrtrace, open_clip,
+# FlagEmbedding, of the check and of lines.py
 OF_OTHER_TOOLS = """
     --3way --full-index --index-url --pid --shm-size --nodes --exclusive --requeue
     --signal --gpus-per-node --ntasks-per-node --time --partition --cpus-per-task --mem
     --working-dir --runtime-env-json --shutdown-timeout --signals-to-handle --prefix
-    --gather-with-grad --local-loss
+    --gather-with-grad --local-loss --negatives_cross_device
     --compare --ranks --link --skip --steps --quick --json --only --local-rank --ema
 """
 

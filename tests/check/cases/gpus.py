@@ -16,6 +16,7 @@
 # case: sums | WRONG gradient first=0 factor=2
 # case: parallel | ok gradient; ok global batch; ok alone weights
 #     | alone
+# case: counts | ok gradient; WRONG machines alone | machines
 # case: graph | note imitated
 from common import *
 
@@ -41,7 +42,10 @@ if case == "zero":
     local = 0
 else:
     torch.cuda.set_device(rank if case == "set-rank" else local)
-if case != "parallel" or size > 1:
+several = case != "parallel" or size > 1
+if case == "counts":  # the GPUs of its machine
+    several = torch.cuda.device_count() > 1
+if several:
     dist.init_process_group("nccl")
 torch.manual_seed(0)
 if case == "graph":
@@ -63,7 +67,7 @@ if case in ("shares", "sums"):
     wrapped, optimizer = model, Shares(model.parameters(), 0.1)
 else:
     wrapped = nn.DataParallel(model)
-    if case != "parallel" or size > 1:
+    if several:
         wrapped = DistributedDataParallel(model, device_ids=[local])
     optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
 torch.manual_seed(rank)
