@@ -78,9 +78,9 @@ def first_launch(launcher, report):
     # A rank that has failed may leave the other one waiting.
     failed = "Traceback" in run.said.get("errors", "")
     faults = "ModuleNotFound|Import|FileNotFound|Attribute|Name|ZeroDivision|Syntax"
-    others = "hydra|.*invalid device ordinal|.*ready only once"
-    # In any precision
-    same = re.match(f"({faults})Error|{others}", run.words()["error"])
+    more = "hydra|.*invalid device ordinal|.*ready only once"
+    # These errors come in any precision.
+    same = re.match(f"({faults})Error|{more}", run.words()["error"])
     if not run.ended_well and (failed or not run.hangs) and not same:
         launcher.float64 = False
         report.title("It fails: again, in float32")

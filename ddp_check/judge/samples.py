@@ -147,8 +147,10 @@ def judge_samples(samples, parts=()):
         of_inputs = samples.share_in_step("inputs")
         if enter * run.ranks <= loaded * 1.05 or of_inputs is None:
             share = of_inputs  # each rank takes its share of the batch by itself
-    elif share is not None and (samples.share_in_step("rows") or 0) >= 0.9:
-        share = samples.share_in_step("rows")  # a data set may draw them
+    elif share is not None:
+        # Other indices may be of the same samples, if the data set draws them.
+        rows = samples.share_in_step("rows")
+        share = rows if rows is not None and rows >= 0.9 else share
     unsure = min(samples.data) < 1 and (samples.share_in_step("ids") or 0) >= 0.2
     if unsure and share is not None and share < 0.2:
         share = None  # the same indices, maybe of the same samples with other noise

@@ -69,7 +69,7 @@ class Draws(TorchDispatchMode):
         generator = generator_in([args, kwargs]) or torch.default_generator
         state = state_of(generator)
         result = function(*args, **kwargs)
-        # Not a part of a sharded weight, nor a weight without values yet
+        # A part of a sharded weight is left out, and so is a weight that has no values.
         is_plain = torch.is_tensor(result) and not hasattr(result, "to_local")
         if is_plain and not result.is_meta and not self.sets_up:
             self.draw(function.overloadpacket.__name__, state, args, result)

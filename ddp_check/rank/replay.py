@@ -228,6 +228,6 @@ class Replay(Reference):
         parts = [recorded.get("rows", place) for recorded in self.ranks]
         if any(part is None for part in parts):
             return None
-        if not any(map(len, parts)):  # of SyncBatchNorm
+        if not any(map(len, parts)):  # SyncBatchNorm has had those of all ranks
             return [torch.arange(len(whole))]
         return find_rows(parts, whole)
