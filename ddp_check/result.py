@@ -7,10 +7,14 @@ from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent)
 FILE_HINT = """\
-Each launch runs in a new folder: use --link or an absolute path, and let the script
-make the folders that it writes to.
+Each launch runs in a new folder: use --link or an absolute path, and let
+the script make the folders that it writes to.
 """
-RANK_HINT = "Torchrun does not pass --local_rank: see --help.\n"
+HINTS = {  # what helps if its traceback has this
+    r"cuda:-1|but got: None": "Torchrun does not pass --local_rank: see --help.\n",
+    r"/check-\w+/t\d+/": "It is in TMPDIR. Each machine has a new one here.\n",
+    r"each machine has its own": "Leave MASTER_ADDR and MASTER_PORT to torchrun.\n",
+}
 FAULTS = "Attribute|Key|Index|Name|UnboundLocal|Assertion|Import|ModuleNotFound|Type"
 
 
@@ -86,12 +90,14 @@ class Run:
             last = f"it does not end within {self.timeout:.0f} s"
         missing = re.search("No such file|not found|(?<!Module)NotFound", why)
         program = "subprocess.py" in self.said.get("errors", "")
-        hint = FILE_HINT if missing and not program else ""
-        if re.search("cuda:-1|but got: None", why):
-            hint = RANK_HINT
-        values = {"error": textwrap.shorten(last, 160), "why": why, "hint": hint}
+        hints = [HINTS[cause] for cause in HINTS if re.search(cause, why)]
+        if missing and not program:
+            hints.append(FILE_HINT)
+        values = {"error": textwrap.shorten(last, 160), "why": why}
         steps = len(self.steps[0]) if self.traces else 0
-        return values | {"timeout": f"{self.timeout:.0f}", "steps": steps}
+        ranks = f"{self.ranks} ranks: " if self.ranks > 2 else ""
+        values |= {"timeout": f"{self.timeout:.0f}", "steps": steps, "ranks": ranks}
+        return values | {"hint": hints[0] if hints else ""}
 
     def raise_own_fault(self):
         """The script is not to blame for an error that the check has made."""

@@ -27,7 +27,7 @@ TEXT = r"""
 bad: it fails at the start: {error}
 help: {hint}{why}
 [hang] hangs
-bad: it does not end within {timeout} s (--timeout)
+bad: {ranks}it does not end within {timeout} s (--timeout)
 help: {hint}{why}
 [slow]
 bad: not judged: everything else. A launch takes longer than {timeout} s
@@ -39,7 +39,7 @@ help: All ranks need the same number of batches, and must stop together. Does on
      them call alone what all must call, such as DDP's forward() in an evaluation?
 help: {why}
 [fails] hangs
-bad: it fails in step {steps}: {error}
+bad: {ranks}it fails in step {steps}: {error}
 help: {why}
 [no optimizer]
 bad: not judged: anything. No step of a torch optimizer ran in torchrun's processes
@@ -283,7 +283,6 @@ help: Does the script catch the error?
 help: {why}
 [machines start] samples
 bad: on two machines it fails: {error}
-help: Is RANK used in place of LOCAL_RANK, or LOCAL_RANK in place of RANK?
 help: {hint}{why}
 [machines] samples
 ok: it trains as two ranks on one machine do

@@ -9,6 +9,7 @@ from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
 
+RANKS_HINT = "Is RANK used in place of LOCAL_RANK, or LOCAL_RANK in place of RANK?\n"
 ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors"
 
 
@@ -60,6 +61,7 @@ def judge_start(run, shared):
         return [line("note", "imitated", **words)], None
     if run.ended_well:
         return [line("note", "no step", what="two machines")], None
+    words["hint"] = words["hint"] or RANKS_HINT
     return [line("WRONG", "machines start", **words)], None
 
 

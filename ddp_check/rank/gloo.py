@@ -23,21 +23,36 @@ def average_integers(reduce, tensor, op=dist.ReduceOp.SUM, group=None, async_op=
     return None
 
 
+class GatherRows(torch.autograd.Function):
+    """Those of each rank, with a gradient. torch.distributed.nn's fails in a group."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group = group
+        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, rows, group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx, gradients):
+        gradients = gradients.contiguous()
+        dist.all_reduce(gradients, group=ctx.group)
+        return gradients[dist.get_rank(ctx.group)], None
+
+
 def normalize_over_all_ranks(forward, norm, x):
     """SyncBatchNorm.forward(): torch has none for the CPU. So gather all rows."""
     group = norm.process_group or dist.group.WORLD
     ranks = dist.get_world_size(group) if norm.training and group else 1
     if ranks > 1:
-        from torch.distributed.nn.functional import all_gather  # gradients pass it
-
         # Ranks may have images of other sizes: each value of a channel is a row.
         channels = x.transpose(0, 1)
         rows = channels.flatten(1).t()
         counts = [None] * ranks
         dist.all_gather_object(counts, len(rows), group=group)
         rows = nn.functional.pad(rows, (0, 0, 0, max(counts) - len(rows)))
-        gathered = zip(all_gather(rows.contiguous(), group), counts)
-        rows = torch.cat([part[:count] for part, count in gathered])
+        gathered = GatherRows.apply(rows.contiguous(), group)
+        rows = torch.cat([part[:count] for part, count in zip(gathered, counts)])
         rows = nn.modules.batchnorm._BatchNorm.forward(norm, rows)
         rank = dist.get_rank(group)
         mine = rows.narrow(0, sum(counts[:rank]), counts[rank])

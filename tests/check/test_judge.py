@@ -1384,6 +1384,28 @@ def test_a_hang_says_where_the_ranks_wait():
     assert where in words["why"]
 
 
+@pytest.mark.parametrize(
+    "error, hint",
+    [
+        ("[Errno 2] No such file or directory: 'data.pt'", "a new folder"),
+        ("[Errno 2] No such file or directory: '/x/check-a1_/t10/w.pt'", "TMPDIR"),
+        ("each machine has its own localhost:12355", "MASTER_ADDR"),
+        ("shapes do not fit", ""),
+    ],
+)
+def test_what_helps_is_known_by_the_error(error, hint):
+    text = f'Traceback (most recent call last):\n  File "mine.py"\nOSError: {error}\n'
+    words = Run(said={"errors": text}, codes=[1]).words()
+    assert hint in words["hint"] and bool(hint) == bool(words["hint"])
+
+
+def test_an_error_of_more_ranks_says_so():
+    for ranks, start in ((2, "it fails in"), (4, "4 ranks: it fails in")):
+        words = run_of(ranks_of(1, ranks), codes=[1]).words()
+        finding = rows.line("WRONG", "fails", **words)
+        assert rows.sentences(finding)[0].startswith(start)
+
+
 def test_an_error_of_the_check_is_not_blamed_on_the_script():
     text = "Traceback (most recent call last):\n"
     text += (
