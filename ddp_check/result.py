@@ -88,7 +88,7 @@ class Run:
             last += f": {code.strip()}"
         if self.hangs:
             last = f"it does not end within {self.timeout:.0f} s"
-        missing = re.search("No such file|not found|(?<!Module)NotFound", why)
+        missing = re.search("No such file|not found|FileNotFound", why)
         program = "subprocess.py" in self.said.get("errors", "")
         hints = [HINTS[cause] for cause in HINTS if re.search(cause, why)]
         if missing and not program:
@@ -173,6 +173,7 @@ def first_traceback(text):
         # The script's own, rather than those of Python and of what is installed.
         mine = [frame for frame in frames if not is_library(frame)]
         return "".join([*(mine or frames)[-1:], error]).rstrip()
+    text = re.sub(r"(Warning: .*\n)  .*\n", r"\1", text)  # without its line of code
     lines = words or [line for line in text.splitlines() if line.strip()]
     faults = [line for line in lines if re.search(r"\berror\b.*\w", line, re.I)]
     return "\n".join(faults[:1] or lines[-6:])

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 import types
 from pathlib import Path
 
@@ -47,9 +48,17 @@ def run(words):
     meet_at_torchrun(watcher)
     module, code, sys.argv = prepare(words)
     sys.modules["__main__"] = module
+    sys.excepthook = write_at_once
     atexit.register(forget_everything, module, watcher)
     atexit.register(watcher.close)
     exec(code, vars(module))
+
+
+def write_at_once(*error):
+    """Errors of two ranks would mix line by line: they come into the same file."""
+    sys.stderr.flush()
+    text = "".join(traceback.format_exception(*error))
+    os.write(2, text.encode(errors="backslashreplace"))
 
 
 def end_with_torchrun():

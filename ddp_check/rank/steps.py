@@ -94,7 +94,8 @@ class Steps:
                 step = self.ended or self.now
                 step.rates[names[0]] = float(group.get("lr", 0))
         if self.replay:
-            w.set_options(optimizer, self.replay.first.get("options", self.call))
+            ranks = len(self.replay.ranks)
+            w.set_options(optimizer, self.replay.first.get("options", self.call), ranks)
         if has_gradients:
             self.see_gradients(optimizer)
 

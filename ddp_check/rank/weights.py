@@ -160,13 +160,15 @@ def options_of(optimizer):
     return groups
 
 
-def set_options(optimizer, recorded):
+def set_options(optimizer, recorded, ranks):
+    """As on rank 0, but for the number of ranks: one process gathers of one rank."""
     for group, options in zip(optimizer.param_groups, recorded or []):
         for name, value in options.items():
             if torch.is_tensor(group.get(name)):
                 group[name].fill_(value)
             elif name in group:
-                group[name] = value
+                counts_ranks = type(value) is int and (group[name], value) == (1, ranks)
+                group[name] = 1 if counts_ranks else value
 
 
 def can_change_weights(optimizer):

@@ -1374,6 +1374,11 @@ def test_the_scripts_own_words_come_before_a_dump():
     )
 
 
+def test_a_warning_may_be_the_last_word():
+    text = "mine.py:6: UserWarning: no NMS\n  warnings.warn('no NMS')\n"
+    assert Run(said={"errors": text}, codes=[1]).words()["error"].endswith("no NMS")
+
+
 def test_a_hang_says_where_the_ranks_wait():
     wait = ("/lib/python3/site-packages/torch/distributed/x.py", "9", "all_reduce")
     frames = [wait, ("mine.py", "27", "<module>")]
@@ -1390,7 +1395,7 @@ def test_a_hang_says_where_the_ranks_wait():
         ("[Errno 2] No such file or directory: 'data.pt'", "a new folder"),
         ("[Errno 2] No such file or directory: '/x/check-a1_/t10/w.pt'", "TMPDIR"),
         ("each machine has its own localhost:12355", "MASTER_ADDR"),
-        ("shapes do not fit", ""),
+        ("LocalEntryNotFoundError: the Hub does not answer", ""),
     ],
 )
 def test_what_helps_is_known_by_the_error(error, hint):

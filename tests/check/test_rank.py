@@ -25,7 +25,12 @@ from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import checksum, comparison, rows_of, signatures
-from ddp_check.rank.weights import Weights, can_change_weights, plain_name
+from ddp_check.rank.weights import (
+    Weights,
+    can_change_weights,
+    plain_name,
+    set_options,
+)
 from harness import ROOT, launch, processes
 
 
@@ -746,6 +751,18 @@ if rank != 1:
     for tensor, all_rows in ((y, expected), (x.grad, rows.grad)):
         assert torch.allclose(tensor.transpose(0, 1).flatten(1).t(), all_rows[mine])
 """
+AT_ONCE = """
+import os, socket
+from ddp_check.rank.run import write_at_once
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if os.fork() == 0:
+    os.dup2(theirs.fileno(), 2)
+    sys.excepthook = write_at_once
+    1 / 0
+os.wait()
+packet = ours.recv(10000).decode()
+assert packet.startswith("Traceback") and packet.endswith("division by zero\\n")
+"""
 WATCHED = """
 from torch.utils.data import DataLoader
 from ddp_check import trace
@@ -814,11 +831,19 @@ assert steps() == 2
 """
 
 
+def test_one_process_keeps_the_number_of_ranks():
+    group = {"lr": 1.0, "betas": (0.9, 0.9), "warmup": 3, "world_size": 1}
+    optimizer = torch.optim.SGD([{"params": torch.ones(1), **group}])
+    recorded = {"lr": 2.0, "betas": (0.8, 0.9), "warmup": 2, "world_size": 2}
+    set_options(optimizer, [recorded], ranks=2)
+    assert optimizer.param_groups[0].items() >= (recorded | {"world_size": 1}).items()
+
+
 @processes
 @pytest.mark.parametrize(
     "code",
     [
-        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE),
+        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE, AT_ONCE),
         RANKS.format(SYNC_NORM + GATHER + DDP_INSIDE),
         WATCHED + GPU_ASKED_FOR.format("torch.accelerator.is_available()"),
         WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
