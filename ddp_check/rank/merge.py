@@ -275,15 +275,6 @@ def is_array(value):
     return torch.is_tensor(value) or type(value).__name__ == "ndarray"
 
 
-def rows_in(value):
-    """How many rows a part of a batch has, or None."""
-    if isinstance(value, Mapping) and value:
-        return rows_in(next(iter(value.values())))
-    if is_array(value):
-        return len(value) if value.ndim else None
-    return len(value) if isinstance(value, (list, tuple)) else None
-
-
 def has_rows(value, count, depth=2):
     """Whether it is a tensor or a list of so many rows, or lists of such ones."""
     if is_array(value):
@@ -300,7 +291,8 @@ def has_rows(value, count, depth=2):
 def is_list_of_samples(parts, rows, stacked, top):
     """Samples, as in detection; or columns: one entry for all samples each."""
     first = parts[0]
-    known = [entry for entry in first if rows_in(entry) is not None]
+    kinds = Mapping, list, tuple
+    known = [e for e in first if isinstance(e, kinds) or (is_array(e) and e.ndim > 0)]
     if first and not known:  # such as names
         return True
     columns = bool(known) and all(has_rows(entry, rows[0]) for entry in known)

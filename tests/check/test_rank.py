@@ -198,6 +198,18 @@ def test_flat_tensors_may_hold_places_in_others(merge):
     assert "[5], which may hold sample numbers" in merge.take_notes().problems[0]
 
 
+@pytest.mark.parametrize(
+    "numbers, may_be_places",
+    [([2, 0, 1, 3], True), ([2, 0, 1], False), ([0, 0, 1, 2], False)],
+)
+def test_numbers_that_count_may_be_places(merge, numbers, may_be_places):
+    """One process would need others: those of the second rank begin at 4."""
+    count = len(numbers)
+    parts = [(torch.tensor(numbers), torch.rand(count)) for _ in range(2)]
+    merge.batch(parts, [count, count])
+    assert bool(merge.notes.problems) == may_be_places
+
+
 def test_arrays_of_numpy_are_joined(merge):
     parts = [(numpy.full((2, 3), i), numpy.full(2, i)) for i in (0.0, 1.0)]
     x, y = merge.batch(parts, [2, 2])
