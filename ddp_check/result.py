@@ -159,8 +159,14 @@ def traceback_of(text):
         end = re.search(words, own, re.MULTILINE)
         if end and not re.search(r": Caught \w+ in ", end[0]):  # the original follows
             frames = re.findall(r'  File ".*\n(?:    .*\n)*', own[: end.start()])
+            error, rest = end[0], own[end.end() :]
+            if error.startswith("torch.jit.Error"):  # what has failed there comes last
+                inner = re.findall(
+                    r"^(?:builtins\.)?(\w+Error: .*\n)", rest, re.MULTILINE
+                )
+                error = (inner + [error])[0]
             worth = 2 * ("by peer" not in end[0]) + (not all(map(is_library, frames)))
-            best.setdefault(worth, (frames, end[0]))
+            best.setdefault(worth, (frames, error))
     return best[max(best)] if best else ([], "")
 
 

@@ -304,7 +304,9 @@ def replay(launcher, report, run, samples, order=""):
         divides = calls[1:] == [run.ranks * calls[0]] != [0]
         if order == "rank by rank" and divides and not verdict.wrong:
             # Gradient accumulation that is divided by the number of ranks
-            results = [replay_in_order(launcher, report, run, samples, "in turn")]
+            turns = replay_in_order(launcher, report, run, samples, "in turn")
+            if turns.one.steps[0]:  # otherwise it refuses such batches
+                results = [turns]
             break
     best = min(results, key=lambda result: rank_of(result.verdict))
     report.say(*judge_gradients(best.verdict, run, best.one))

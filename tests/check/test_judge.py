@@ -934,6 +934,15 @@ def test_rank_0_may_keep_an_average_of_the_weights():
     assert lines(first.judge_run(run)[0])[-1] == "WRONG weights"
 
 
+def test_a_rank_may_train_weights_of_its_own_rows():
+    """Such as copies of its rows of an embedding: they are in no module."""
+    run = run_of(ranks_of())
+    for rank, steps in enumerate(run.steps):
+        for s in steps:
+            s.bits["parameter 0"] = rank
+    assert lines(resumed(two=run)) == ["LOSES lost", "ok rest"]
+
+
 def test_a_relaunch_of_ranks_that_differed_is_left_out():
     two = run_of(ranks_of())
     two.steps[1][3].bits["last"] = -1
@@ -1361,6 +1370,14 @@ def test_an_error_while_another_one_is_handled():
     text += 'Traceback (most recent call last):\n  File "mine.py", line 1\n'
     text += '  File "/lib/python3/urllib.py", line 5\nURLError: no name\n'
     assert first_traceback(text) == '  File "mine.py", line 1\nURLError: no name'
+
+
+def test_what_failed_in_torchscript_is_said():
+    text = 'Traceback (most recent call last):\n  File "mine.py", line 1\n'
+    text += "torch.jit.Error: The following operation failed in the interpreter.\n"
+    text += "Traceback of TorchScript (most recent call last):\n"
+    text += '  File "mine.py", line 9\nbuiltins.RuntimeError: no such operator\n'
+    assert first_traceback(text).endswith("\nRuntimeError: no such operator")
 
 
 def test_the_scripts_own_words_come_before_a_dump():

@@ -647,7 +647,8 @@ with torch.autocast("cpu", torch.bfloat16):
 assert torch.ones(1).double().dtype == torch.float64
 """
 GPUS = """
-from ddp_check.rank.gpus import CannotImitate, pretend_that_the_cpu_is_a_gpu
+from ddp_check.rank.answers import CannotImitate
+from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
 pretend_that_the_cpu_is_a_gpu(2)
 x = torch.ones(4)
 assert x.cuda().is_cuda and x.to(1) is not None

@@ -4,6 +4,7 @@
 #     error: invalid device ordinal: cuda:1 on a machine with 1 ranks, which seems
 #     to have a GPU for each" | machines
 # case: share | ok gradient; WRONG machines | machines
+# case: share-rank | ok gradient; WRONG machines start | machines
 # case: batch | ok gradient; note machine batch one=32 two=64
 #     | machines
 # case: zero | WRONG same gpu; ok gradient
@@ -36,12 +37,12 @@ class Shares(torch.optim.SGD):
             weight.data -= 0.1 * total.view_as(weight)
 
 
-if case == "share" and torch.cuda.device_count() < 2:
+if case in ("share", "share-rank") and torch.cuda.device_count() < 2:
     sys.exit()  # it needs two GPUs
 if case == "zero":
     local = 0
 else:
-    torch.cuda.set_device(rank if case == "set-rank" else local)
+    torch.cuda.set_device(rank if case in ("set-rank", "share-rank") else local)
 several = case != "parallel" or size > 1
 if case == "counts":  # the GPUs of its machine
     several = torch.cuda.device_count() > 1
