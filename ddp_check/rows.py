@@ -24,7 +24,7 @@ PAGES = {
 TEXT = r"""
 # Does it start, and do the ranks train together?
 [start] hangs
-bad: it fails at the start: {error}
+bad: {ranks}it fails at the start: {error}
 help: {hint}{why}
 [hang] hangs
 bad: {ranks}it does not end within {timeout} s (--timeout)
@@ -244,7 +244,8 @@ help: {detail} Does it skip batches in each epoch, train again on those before t
 [begin] resume
 bad: launched again, it starts from weights that it never had
 help: Is everything loaded on all ranks, before DDP is made? Is it saved in half
-     precision, or an average of the weights (EMA) in their place?
+     precision, or an average of the weights (EMA) in their place? Do the names fit?
+     load_state_dict(strict=False) does not fail.
 [all lost] resume
 bad: it starts over, and loses all steps: {lost}
 [lost] resume

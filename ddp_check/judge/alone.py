@@ -24,8 +24,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
         if run.ended_well and not all(run.steps):
             report.say(line("note", "no step", what=f"{run.ranks} ranks"))
         elif not run.trained:
-            row = "hang" if run.hangs else "fails"
-            report.say(line("WRONG", row, **run.words()))
+            report.say(first.failed(run))
         elif answer.right:
             order = answer.replayed.order
             first.replay(launcher, report, run, Samples(run), order)

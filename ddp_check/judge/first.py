@@ -77,7 +77,8 @@ def first_launch(launcher, report):
         return None
     # A rank that has failed may leave the other one waiting.
     failed = "Traceback" in run.said.get("errors", "")
-    faults = "ModuleNotFound|Import|FileNotFound|Attribute|Name|ZeroDivision|Syntax"
+    faults = "ModuleNotFound|Import|FileNotFound|FileExists|Permission|Attribute|Name|"
+    faults += "ZeroDivision|Syntax"
     more = "hydra|.*invalid device ordinal|.*ready only once"
     # These errors come in any precision.
     same = re.match(f"({faults})Error|{more}", run.words()["error"])
@@ -161,8 +162,7 @@ def judge_run(run, parts=()):
     if not run.ended_well and ends_early(run):
         return [ends_early(run)], False, False
     if not run.ended_well:
-        row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
-        return [line("WRONG", row, **run.words())], False, False
+        return [failed(run)], False, False
     one, two = run.steps[:2]
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
@@ -227,6 +227,11 @@ def parts_in(launcher, report, run):
     more = {"steps": 1, **reference(run)}
     one = launcher.run("1-rank-one-step", 1, **more).steps[0]
     return parts_of(differ, run.steps[0][0], one[0]) if one else []
+
+
+def failed(run):
+    row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
+    return line("WRONG", row, **run.words())
 
 
 def names_of(parts):
@@ -334,11 +339,13 @@ def replay_in_order(launcher, report, run, samples, order):
         one = launcher.run(f"{name}-gpus", 1, gpus=run.ranks, **options)
     limit = compare.LIMITS[launcher.float64]
     loads = bool(samples.keys[0])
-    steps = compare.compare(run.steps, one.steps[0], limit, order, loads, missing(one))
+    steps = compare.compare(
+        run.steps, one.steps[0], limit, order, loads, missing(run, one)
+    )
     return Replayed(compare.summarize(steps), one, order)
 
 
-def missing(one):
+def missing(run, one):
     """Why one process has not made a step."""
     end = one.traces[0].end
     if not one.ended_well and end and end.problems:
@@ -347,7 +354,7 @@ def missing(one):
         return f"One process fails: {one.words()['error'].rstrip('.')}."
     if not one.steps[0]:
         return "One process makes no step."
-    if "cut" in one.marks():
+    if "cut" in run.marks():
         return "The ranks had more than is recorded (3 GiB on each)."
     return "One process makes fewer steps."
 

@@ -3,14 +3,13 @@
 import contextlib
 import os
 
-from ddp_check.judge import compare
-from ddp_check.judge.first import trains_together
+from ddp_check.judge import compare, first
 from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
 
 RANKS_HINT = "Is RANK used in place of LOCAL_RANK, or LOCAL_RANK in place of RANK?\n"
-ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors"
+ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors", ".pkl"
 
 
 def start(launcher, answer):
@@ -67,7 +66,7 @@ def judge_start(run, shared):
 
 def judge_machines(run, samples):
     """(the findings, whether other bits are left to be judged)."""
-    if trains_together(samples.run) and not trains_together(run):
+    if first.trains_together(samples.run) and not first.trains_together(run):
         return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
     rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]
@@ -83,6 +82,8 @@ def judge_bits(launcher, report, run, two):
     """They are other bits. That is wrong only if the same command repeats its bits."""
     report.title("Is it random? The same command again")
     again = launcher.run("2-ranks-repeated")
+    if not again.ended_well:
+        return first.failed(again)
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")
     return line("note" if draws_others_later(two, run) else "WRONG", "machines")
@@ -100,9 +101,9 @@ def draws_others_later(one, two):
     ]
     if any(a != b for a, b in ids) or not any(a for a, _ in ids):
         return False
-    first = next(n for n, (a, b) in enumerate(steps) if a[0].bits != b[0].bits)
-    drawn = [(a.inputs, a.draws) != (b.inputs, b.draws) for a, b in zip(*steps[first])]
-    return first > 0 and any(drawn)
+    other = next(n for n, (a, b) in enumerate(steps) if a[0].bits != b[0].bits)
+    drawn = [(a.inputs, a.draws) != (b.inputs, b.draws) for a, b in zip(*steps[other])]
+    return other > 0 and any(drawn)
 
 
 def judge_files(machines):

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -932,6 +933,22 @@ def test_rank_0_may_keep_an_average_of_the_weights():
     for s in run.steps[0]:
         s.trained.append("average")
     assert lines(first.judge_run(run)[0])[-1] == "WRONG weights"
+
+
+def test_a_repeated_launch_may_fail():
+    """Then it is not the random numbers that differ."""
+    run, again = run_of(ranks_of()), run_of(ranks_of(0), codes=[1])
+    launcher = types.SimpleNamespace(run=lambda name: again)
+    report = types.SimpleNamespace(title=lambda text: None)
+    found = machines.judge_bits(launcher, report, run, run)
+    assert lines([found]) == ["WRONG start"]
+
+
+def test_one_process_ends_where_the_record_does():
+    run, one = run_of(ranks_of()), run_of(ranks_of(5, ranks=1))
+    assert first.missing(run, one) == "One process makes fewer steps."
+    run.steps[0][-1].marks.append("cut")
+    assert "more than is recorded" in first.missing(run, one)
 
 
 def test_a_rank_may_train_weights_of_its_own_rows():

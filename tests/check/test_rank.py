@@ -20,7 +20,7 @@ from ddp_check import trace
 from ddp_check.rank import patch
 from ddp_check.rank.loaders import fingerprint
 from ddp_check.rank.losses import Means, counts_of, own_factors, sums_in
-from ddp_check.rank.merge import Merge, find_rows, known_padding, numbered
+from ddp_check.rank.merge import Merge, find_rows, has_rows, known_padding, numbered
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
@@ -196,6 +196,25 @@ def test_flat_tensors_may_hold_places_in_others(merge):
     part = torch.tensor([1, 0]), torch.arange(5), torch.tensor([0, 3])
     merge.batch([part, (1 - part[0], *part[1:])], [2, 2])
     assert "[5], which may hold sample numbers" in merge.take_notes().problems[0]
+
+
+THREE, TWO, NUMBER = torch.ones(3), torch.ones(2), torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    "value, has_three",
+    [
+        *((THREE, True), (TWO, False), (NUMBER, False), ("abc", False)),
+        *(([1, 2, 3], True), ([1, 2], False), ([], False)),
+        *(([THREE, THREE], True), ([THREE, TWO], False)),
+        *(([[THREE]], True), ([[[THREE]]], False)),
+        ({"x": THREE, "y": THREE, "number": NUMBER}, True),
+        ({"x": THREE, "y": TWO}, False),
+        *(({"names": [1, 2, 3], "of": "abc"}, True), ({"of": "abc"}, False)),
+    ],
+)
+def test_what_has_three_rows(value, has_three):
+    assert has_rows(value, 3) == has_three
 
 
 @pytest.mark.parametrize(
