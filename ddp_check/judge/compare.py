@@ -159,7 +159,7 @@ def compare_step(ranks, one, limit, context):
         return Excused(text)
     if any(step.gradient_bits != first.gradient_bits for step in ranks) or not table:
         # The optimizer averages or clears the gradients. So compare what it does.
-        table, before = one.changes, {}
+        table, before = changes_of(one, limit), {}
     if not any(row.aa or row.bb for row in table.values()):
         return Excused("There is no gradient, on the ranks and on one process.")
     if not all(math.isfinite(row.aa) for row in table.values()):
@@ -196,6 +196,13 @@ def compare_step(ranks, one, limit, context):
         text = f"The ranks have unequal numbers of samples in a step ({counts})."
         return Excused(text, rows, different.distance)
     return different
+
+
+def changes_of(one, limit):
+    """What the optimizer does, but where it makes large steps of a rounding error."""
+    sizes = {name: max(row.aa, row.bb) for name, row in one.gradients.items()}
+    least = (1e-5 * limit) ** 2 * sum(sizes.values())
+    return {n: row for n, row in one.changes.items() if not 0 < sizes.get(n, 0) < least}
 
 
 # ---- Excuses: what explains a difference, each from the traces of the step -----------

@@ -153,6 +153,9 @@ class Watcher:
         if relaunch and steps.now.number == 0:
             with self.own_work():
                 weights = sum(map(w.weights_of, self.optimizers), [])
+                # Those in no module may be of the samples of a step.
+                names = steps.weights.name_of
+                weights = [one for one in weights if id(one) in names] or weights
                 plain = [one for one in weights if not hasattr(one, "full_tensor")]
                 bits = set(map(checksum, plain))
                 if len(plain) < len(weights):  # one rank by itself cannot look at them
