@@ -7,7 +7,7 @@ from common import *
 class Embedding(nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("table", torch.zeros(320, 8))
+        self.register_buffer("table", torch.randn(320, 8))
         copies = torch.zeros(32 // size, 8, requires_grad=True)
         self.register_buffer("copies", copies, persistent=False)
 
