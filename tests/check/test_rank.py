@@ -20,7 +20,14 @@ from ddp_check import trace
 from ddp_check.rank import patch
 from ddp_check.rank.loaders import fingerprint
 from ddp_check.rank.losses import Means, counts_of, own_factors, sums_in
-from ddp_check.rank.merge import Merge, find_rows, has_rows, known_padding, numbered
+from ddp_check.rank.merge import (
+    Merge,
+    find_rows,
+    guess_padding,
+    has_rows,
+    known_padding,
+    numbered,
+)
 from ddp_check.rank.record import Recorded, Recording
 from ddp_check.rank.replay import Reference, Relaunch, Replay
 from ddp_check.rank.steps import Steps
@@ -151,6 +158,12 @@ PAD = {  # batches of two ranks, and what rows of the first tensor are padded wi
     "in the middle, too": ([[[5, 9, 6], [7, 9, 9], [5, 9, 9]]], None),
     "times behind channels": ([[[[5, 9], [6, 9]], [[5, 5], [4, 3]]], [[[5]] * 2]], 9),
     "no padding": ([[[1.5, 2.5]], [[3.5, 4.5, 5.5]]], None),
+    "bits that end in one": ([[[0, 1], [0, 1]], [[0, 1, 1]]], 0),
+    "one dimension": ([[5, 6, 9], [7, 9]], None),
+    "an empty batch": ([[[]], [[5, 6]]], None),
+    "one feature": ([[[[5, 9], [6, 9]], [[5, 9], [4, 9]]], [[[5, 9]]] * 2], None),
+    "all features": ([[[[5, 9], [9, 9]], [[6, 9], [9, 9]], [[7, 9], [8, 9]]]], 9),
+    "the first feature": ([[[[5, 5], [9, 1]], [[6, 6], [9, 2]]], [[[7, 7]]]], None),
 }
 
 
@@ -165,6 +178,16 @@ def test_a_mask_shows_the_padding():
     assert known_padding([{"x": x, "mask": mask}], ("x",)) == 7
     rows = torch.rand(2, 3, 4) * mask[..., None]
     assert known_padding([{"x": rows, "mask": mask}], ("x",)) == 0
+    others = {"bits": 1 - mask, "more": torch.tensor([[1, 0, 1], [1, 0, 0]])}
+    others |= {"wide": torch.ones(2, 4), "labels": torch.tensor([1, 5])}
+    assert known_padding([{"x": x, "mask": mask, **others}], ("x",)) == 7
+
+
+def test_the_padding_is_guessed_at_the_ends_of_rows():
+    rows = torch.tensor([[1, 9], [2, 9], [8, 3]])
+    assert guess_padding([rows], 0) == guess_padding([rows.T], 1) == 9
+    empty = rows[:, :0]
+    assert guess_padding([empty, rows], 0) == 9 and guess_padding([empty], 0) == 0
 
 
 def test_rows_are_padded_to_the_longest(merge):
@@ -189,6 +212,15 @@ def test_as_many_tensors_as_samples_may_be_samples_or_columns(merge):
     named = [dict(zip("abc", torch.rand(3, 3, 2))) for _ in range(2)]
     assert len(merge.batch(named, [3, 3])["a"]) == 6
     assert merge.notes.problems == []
+
+
+def test_lists_beside_a_tensor_of_samples(merge):
+    """Captions are joined, also if there are others than two. Tensors are not."""
+    parts = [(torch.ones(2) + rank, [f"{rank}{i}" for i in "abc"]) for rank in (0, 1)]
+    assert merge.batch(parts, [2, 2])[1] == ["0a", "0b", "0c", "1a", "1b", "1c"]
+    assert merge.notes.problems == []
+    merge.batch([(x, [torch.rand(5)] * 3) for x, _ in parts], [2, 2])
+    assert "may hold sample numbers" in merge.take_notes().problems[0]
 
 
 def test_flat_tensors_may_hold_places_in_others(merge):
