@@ -40,7 +40,7 @@ help: All ranks need the same number of batches, and must stop together. Does on
 help: {why}
 [fails] hangs
 bad: {ranks}it fails in step {steps}: {error}
-help: {why}
+help: {hint}{why}
 [no optimizer]
 bad: not judged: anything. No step of a torch optimizer ran in torchrun's processes
 [spawns]

@@ -9,6 +9,10 @@ from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
 
 RANKS_HINT = "Is RANK used in place of LOCAL_RANK, or LOCAL_RANK in place of RANK?\n"
+RACE_HINT = """\
+The same command has run before. Do all ranks make a file or a folder, or
+read what rank 0 writes, without waiting for each other?
+"""
 ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors", ".pkl"
 
 
@@ -83,7 +87,9 @@ def judge_bits(launcher, report, run, two):
     report.title("Is it random? The same command again")
     again = launcher.run("2-ranks-repeated")
     if not again.ended_well:
-        return first.failed(again)
+        finding = first.failed(again)
+        finding.values["hint"] = RACE_HINT
+        return finding
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")
     return line("note" if draws_others_later(two, run) else "WRONG", "machines")

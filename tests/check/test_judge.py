@@ -949,6 +949,7 @@ def test_a_repeated_launch_may_fail():
     report = types.SimpleNamespace(title=lambda text: None)
     found = machines.judge_bits(launcher, report, run, run)
     assert lines([found]) == ["WRONG start"]
+    assert "The same command has run before" in rows.sentences(found)[1]
 
 
 def test_one_process_ends_where_the_record_does():
