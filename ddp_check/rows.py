@@ -297,6 +297,10 @@ help: In folders of their own, they fail. In one folder, both train.
 bad: on two machines every rank trains alone
 help: On one they train together. Does it count GPUs, as torch.cuda.device_count() > 1,
      to know whether to use DDP? Ask dist.get_world_size().
+[machine samples] samples
+bad: on two machines, both train on the same samples
+help: Does a sampler get LOCAL_RANK, or the number of GPUs of one machine? Pass
+     dist.get_rank() and dist.get_world_size().
 [machine batch]
 bad: not judged: two machines. A step has {two} samples there, and {one} on one
 help: Does the script divide the batch size by the GPUs of one machine?

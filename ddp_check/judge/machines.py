@@ -73,6 +73,9 @@ def judge_machines(run, samples):
     if first.trains_together(samples.run) and not first.trains_together(run):
         return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
+    shares = [s.share_in_step("ids") or 0 for s in (samples, of_machines)]
+    if shares[0] < 0.2 and shares[1] >= 0.9:
+        return [line("WRONG", "machine samples")], False
     rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]
     one, two = [2 * len(of_rank) for of_rank in rows]
     if one != two:

@@ -89,7 +89,10 @@ class Gpus:
         self._count = count
         self._current = 0
         self._used = set()  # those that the script has named
-        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        # Some scripts look up their GPU there. For CUDA itself, real GPUs stay hidden.
+        self._visible = ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = self._visible
+        os.putenv("CUDA_VISIBLE_DEVICES", "")
         self._seed = torch.initial_seed()
         self._nccl = set()  # the names of the groups that seem to use it
 

@@ -33,7 +33,8 @@ class Layers(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in self.seen and not self.synchronizes:
+        watches = not self.synchronizes and not torch.jit.is_tracing()
+        if function in self.seen and watches:
             return self.seen[function](function, *args, **kwargs)
         return function(*args, **kwargs)
 

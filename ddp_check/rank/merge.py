@@ -218,10 +218,8 @@ class Merge:
                     )
                 parts = [pad_to(part, size, 1) for part, size in pairs]
                 return self.concatenate(parts, d, places)
-        shapes = list(parts[0].shape)
-        self.notes.problems.append(
-            f"each rank draws torch.{name}() of {shapes} for itself"
-        )
+        text = f"torch.{name}() draws {list(shape)} on one process, and on each rank"
+        self.notes.problems.append(f"{text} {list(parts[0].shape)}")
         return None
 
 

@@ -30,7 +30,7 @@ from ddp_check.rank.generators import Generators
 from ddp_check.rank.layers import Layers, is_of_func
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.losses import counts_of, sums_in
-from ddp_check.rank.patch import wrap
+from ddp_check.rank.patch import private, wrap
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import (
     checksum,
@@ -84,6 +84,8 @@ class Watcher:
                 wrap(owner, name, self.see_question)
         wrap(torch.accelerator, "current_accelerator", self.see_question)
         wrap(torch, "save", self.see_save)
+        for name in ("trace", "trace_module"):
+            wrap(torch.jit, name, self.see_trace)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (nn.utils, nn.utils.clip_grad):
                 wrap(owner, name, self.see_clip)
@@ -255,6 +257,15 @@ class Watcher:
         if not caller.startswith("torch."):
             self.marks.add("cuda")
         return ask(*args, **kwargs)
+
+    def see_trace(self, trace, *args, **kwargs):
+        """It fails under a dispatch mode, and keeps whatever is computed meanwhile."""
+        self.modules += 1  # so no module is the outermost one, of which rows are kept
+        try:
+            with private("without dispatch modes")():
+                return trace(*args, **kwargs)
+        finally:
+            self.modules -= 1
 
     def see_save(self, save, *args, **kwargs):
         file = inspect.signature(save).bind(*args, **kwargs).arguments["f"]

@@ -25,6 +25,12 @@ def without_ddp(path, ddp):
     return ".".join(w for i, w in enumerate(words) if ".".join(words[:i]) not in ddp)
 
 
+def is_ddp(module):
+    """Torch's, or one of a library's own, such as Apex's or that of Opacus."""
+    own = type(module).__name__.endswith("DistributedDataParallel")
+    return own or isinstance(module, DistributedDataParallel)
+
+
 class Weights:
     """All weights that have been seen in training, by name.
 
@@ -52,7 +58,7 @@ class Weights:
             self.whole = module
             new = [(path, w) for path, w in new if hasattr(w, "device_mesh")]
         parts = module.named_modules() if new else ()
-        ddp = {p for p, part in parts if isinstance(part, DistributedDataParallel)}
+        ddp = {p for p, part in parts if is_ddp(part)}
         return [self.add(plain_name(without_ddp(p, ddp)), w) for p, w in new]
 
     def see_optimizer(self, optimizer):

@@ -362,7 +362,8 @@ def test_random_numbers_are_joined(merge):
     joined = merge.draw("randperm", torch.empty(4), 4, [(2, order), (2, order)])
     assert joined.tolist() == [1, 0, 3, 2]
     assert merge.draw("rand", a, 0, [(0, a), (0, b)]) is None
-    assert "each rank draws torch.rand() of [8, 2]" in merge.take_notes().problems[0]
+    problem = "torch.rand() draws [8, 2] on one process, and on each rank [8, 2]"
+    assert merge.take_notes().problems == [problem]
     assert merge.draw("rand", a, 0, [(0, a), None]) is None
     assert (
         "which some ranks or one process draw more often"
@@ -785,8 +786,13 @@ class Task(nn.Module):
         super().__init__()
         self.part = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         self.module = nn.Linear(2, 2, bias=False)
-names = Weights({}).see_module(nn.Sequential(Task()))
-assert names == ["0.part.weight", "0.part.bias", "0.module.weight"], names
+class OwnDistributedDataParallel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = Task()
+for wrapped in (Task(), OwnDistributedDataParallel()):
+    names = Weights({}).see_module(nn.Sequential(wrapped))
+    assert names == ["0.part.weight", "0.part.bias", "0.module.weight"], names
 """
 GATHER = """
 of_all = [torch.zeros(1) for _ in range(3)]

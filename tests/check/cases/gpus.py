@@ -3,7 +3,7 @@
 # case ci: set-rank | ok gradient; WRONG machines start error="RuntimeError: CUDA
 #     error: invalid device ordinal: cuda:1 on a machine with 1 ranks, which seems
 #     to have a GPU for each" | machines
-# case: share | ok gradient; WRONG machines | machines
+# case: share | ok gradient; WRONG machine samples | machines
 # case: share-rank | ok gradient; WRONG machines start | machines
 # case: batch | ok gradient; note machine batch one=32 two=64
 #     | machines
@@ -39,6 +39,8 @@ class Shares(torch.optim.SGD):
 
 if case in ("share", "share-rank") and torch.cuda.device_count() < 2:
     sys.exit()  # it needs two GPUs
+if case == "right":  # such as MMEngine's logger
+    int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[local])
 if case == "zero":
     local = 0
 else:

@@ -9,7 +9,7 @@
 #     WRONG machines start
 #     error="RuntimeError: each machine has its own tcp://127.0.0.1:23456"
 # case: seed | ok gradient; WRONG machines
-# case: sampler | ok gradient; WRONG machines
+# case: sampler | ok gradient; WRONG machine samples
 import glob
 
 from common import *

@@ -18,6 +18,7 @@
 # case: neighbors | note not replayed
 # case: forgot-eval | ok samples; ok gradient
 # case: checkpoint | ok gradient
+# case: traced | ok masks; ok gradient
 # case: kept | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
@@ -103,8 +104,10 @@ def loss_of(x, y, u):
 
 dist.init_process_group("gloo")
 layers = [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]
-model = mlp(*layers if case == "views" else ())
+model = mlp(*layers if case == "views" else layers[1:] if case == "traced" else ())
 torch.manual_seed(1 + rank)
+if case == "traced":  # as TensorBoard's add_graph() does
+    model = torch.jit.trace(model.eval(), x_all[:2]).train()
 weights = list(model.parameters())
 if case == "masked":  # such as a causal mask
     model.mask = nn.Parameter(torch.full((2, 2), -torch.inf), requires_grad=False)
