@@ -296,7 +296,8 @@ help: In folders of their own, they fail. In one folder, both train.
 [machines alone] gradients
 bad: on two machines every rank trains alone
 help: On one they train together. Does it count GPUs, as torch.cuda.device_count() > 1,
-     to know whether to use DDP? Ask dist.get_world_size().
+     to know whether to use DDP? Ask dist.get_world_size(). LightningCLI needs
+     --trainer.num_nodes there.
 [machine samples] samples
 bad: on two machines, both train on the same samples
 help: Does a sampler get LOCAL_RANK, or the number of GPUs of one machine? Pass

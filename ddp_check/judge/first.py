@@ -125,7 +125,7 @@ def with_gpus(launcher, report, run):
     alone = steps and not trains_together(run)
     asks = "cuda" in marks and "wrapped" not in marks
     # A line of code may have a name such as `accelerator`.
-    wanted = "cuda|nccl|nvidia|gpu|^(?!    ).*accelerator"
+    wanted = "cuda|nccl|nvidia|gpu|MULTI_CPU|^(?!    ).*accelerator"
     wants = re.search(wanted, run.why(), re.IGNORECASE | re.MULTILINE)
     failed = not steps and not run.hangs
     if launcher.gpus or not (failed and wants or alone and asks):

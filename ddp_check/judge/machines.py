@@ -49,7 +49,8 @@ def check(launcher, report, run, answer):
     report.say(*found)
     if unsure:
         report.say(judge_bits(launcher, report, trained, two))
-    if trained is not shared:
+    alone = any(finding.row == "machines alone" for finding in found)
+    if trained is not shared and not alone:
         report.say(*judge_files([folder.parent for folder in trained.folders]))
 
 

@@ -33,10 +33,14 @@ class Layers(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        watches = not self.synchronizes and not torch.jit.is_tracing()
-        if function in self.seen and watches:
+        if function in self.seen and self.watches(*args, *kwargs.values()):
             return self.seen[function](function, *args, **kwargs)
         return function(*args, **kwargs)
+
+    def watches(self, x=None, *more):
+        """Not while torch.jit, torch.export or torch.fx trace a model."""
+        traces = torch.jit.is_tracing() or torch.compiler.is_compiling()
+        return torch.is_tensor(x) and not (traces or self.synchronizes)
 
     def see_rows(self, x):
         """In a replay: where the rows of each rank are, or None if it is not known.

@@ -19,6 +19,7 @@ PRIVATE = {
     "next indices": (dataloader._BaseDataLoaderIter, "_next_index"),
     "load a tensor": (torch._utils, "_rebuild_tensor"),
     "optimize TorchScript": (torch._C, "_set_graph_executor_optimize"),
+    "trace": (torch.jit, "_get_trace_graph"),  # as PyTorch's ONNX exporter does
     "is of torch.func": (torch._C._functorch, "is_functorch_wrapped_tensor"),
     "without dispatch modes": (_python_dispatch, "_disable_current_modes"),
     "without modes": (torch._C, "DisableTorchFunction"),

@@ -30,7 +30,7 @@ from ddp_check.rank.generators import Generators
 from ddp_check.rank.layers import Layers, is_of_func
 from ddp_check.rank.loaders import Loaders
 from ddp_check.rank.losses import counts_of, sums_in
-from ddp_check.rank.patch import private, wrap
+from ddp_check.rank.patch import PRIVATE, private, wrap
 from ddp_check.rank.steps import Steps
 from ddp_check.rank.tensors import (
     checksum,
@@ -84,8 +84,10 @@ class Watcher:
                 wrap(owner, name, self.see_question)
         wrap(torch.accelerator, "current_accelerator", self.see_question)
         wrap(torch, "save", self.see_save)
-        for name in ("trace", "trace_module"):
-            wrap(torch.jit, name, self.see_trace)
+        for owner, name in ((torch.jit, "trace"), PRIVATE["trace"]):
+            wrap(owner, name, self.see_trace)
+        wrap(torch.jit, "trace_module", self.see_trace)
+        wrap(torch.export, "export", self.see_trace)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (nn.utils, nn.utils.clip_grad):
                 wrap(owner, name, self.see_clip)

@@ -52,6 +52,11 @@ class Unknown(list):
         self.later = lambda: self
 
 
+class Drops(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.3)
+
+
 class GoesOn(DataLoader):
     """Its second iteration is the rest of the first one."""
 
@@ -103,11 +108,13 @@ def loss_of(x, y, u):
 
 
 dist.init_process_group("gloo")
-layers = [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]
-model = mlp(*layers if case == "views" else layers[1:] if case == "traced" else ())
+layers = {"views": [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]}
+layers["traced"] = [nn.Tanh(), Drops()]
+model = mlp(*layers.get(case, ()))
 torch.manual_seed(1 + rank)
 if case == "traced":  # as TensorBoard's add_graph() does
-    model = torch.jit.trace(model.eval(), x_all[:2]).train()
+    torch.fx.symbolic_trace(model), torch.export.export(model, (x_all[:2],))
+    model = torch.jit.trace(model, x_all[:2], check_trace=False)
 weights = list(model.parameters())
 if case == "masked":  # such as a causal mask
     model.mask = nn.Parameter(torch.full((2, 2), -torch.inf), requires_grad=False)
