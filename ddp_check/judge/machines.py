@@ -34,7 +34,9 @@ def check(launcher, report, run, answer):
         report.title("The same with two GPUs on each")
         run = launcher.run("machines-gpus", machines=2, gpus=2)
     shared = None
-    if not run.trained and (run.hangs or run.words()["hint"] == FILE_HINT):
+    missing = "FileNotFound" in run.said.get("errors", "")  # or another error for it
+    missing = missing or run.words()["hint"] == FILE_HINT
+    if not run.trained and (run.hangs or missing):
         # If each machine waits for a file of the other one, it trains in one folder.
         report.title("Two machines that share a folder")
         folder = run.log / "shared"
