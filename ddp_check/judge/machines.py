@@ -63,6 +63,8 @@ def judge_start(run, shared):
     words = run.words()
     if shared is not None and shared.trained:
         return [line("note", "shared disk", error=words["error"])], shared
+    if shared is not None and not (shared.hangs or shared.ended_well):
+        run, words = shared, shared.words()  # this is wrong with a shared disk, too
     if "cannot be imitated" in run.said.get("errors", ""):
         return [line("note", "imitated", **words)], None
     if run.ended_well:
@@ -76,7 +78,7 @@ def judge_machines(run, samples):
     if first.trains_together(samples.run) and not first.trains_together(run):
         return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
-    shares = [s.share_in_step("ids") or 0 for s in (samples, of_machines)]
+    shares = [one.share_in_step("ids") or 0 for one in (samples, of_machines)]
     if shares[0] < 0.2 and shares[1] >= 0.9:
         return [line("WRONG", "machine samples")], False
     rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]

@@ -1217,6 +1217,8 @@ def test_two_machines():
         found, run = machines.judge_start(bad, right)
         assert lines(found) == ["note shared disk"] and run is right
         assert lines(machines.judge_start(bad, bad)[0]) == ["WRONG machines start"]
+    other = run_of(ranks_of(0), codes=[1, 1], said={"errors": "error: cuda:1"})
+    assert machines.judge_start(failed, other)[0][0].values["error"] == "error: cuda:1"
     assert lines(machines.judge_start(ended, None)[0]) == ["note no step"]
     assert lines(machines.judge_machines(right, Samples(right))[0]) == ["ok machines"]
     alone = run_of(ranks_of(ddp_forwards=0))
