@@ -266,6 +266,10 @@ bad: launched again, it draws other random numbers
 help: On {who}, the random generator is not where it was, nor is each step seeded. Is
      its state not restored, or has something drawn since then, as a DataLoader does
      when it starts? (Its workers' seeds come from it, too.){same} {then}
+[other inputs] resume
+bad: launched again, it has other samples, or other noise in them
+help: The random generator is where it was, but the inputs are others than were left. So
+     the rest was not judged. Does it go on where it was in its data?
 [saved otherwise] resume
 ok: it saves the same files: {names}
 bad: launched again, it saves another {name}: {off:.0e} apart

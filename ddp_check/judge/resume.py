@@ -178,6 +178,9 @@ def judge_rest(two, again, done):
     # Generators beside torch's, whose old numbers it does not get again
     others = any(draws_otherwise(*pair, number == 0) for number, pair in pairs)
     unsure = first is not None and (others or inputs and drawn)
+    kept = who and all(begins_alike(rest[rank], steps[rank]) for rank in who)
+    if unsure and inputs and kept and not others:
+        return [line("note", "other inputs")]
     if who or others or unsure:
         names = " and ".join(f"rank {rank}" for rank in who or range(two.ranks))
         alike = noises(*steps[:2], str.__eq__) and not noises(*rest[:2], str.__eq__)
@@ -221,6 +224,15 @@ def other_samples(two, again, done, kind):
                     found.append(number)
                 break
     return min(found, default=None)
+
+
+def begins_alike(one, two):
+    """Whether their first numbers come from the same state of the generator."""
+    drawn = next(
+        ((a.draws[0], b.draws[0]) for a, b in zip(one, two) if a.draws and b.draws),
+        None,
+    )
+    return drawn is not None and drawn[0].state == drawn[1].state
 
 
 def noises(one, two, compare):

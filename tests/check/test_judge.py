@@ -1066,6 +1066,16 @@ def test_without_a_loader_the_inputs_are_the_samples():
     assert found(skip_a_batch) == ["LOSES lost", "WRONG other samples"]
     assert found(skip_and_draw) == ["LOSES lost", "note other noise"]
     assert found(None, weights=1.1) == ["LOSES lost", "WRONG rest"]
+    two = run_of(ranks_of(fetched=[], draws=[Draw("bernoulli_", [4], 1, state=7)]))
+    for state, row in ((7, "other inputs"), (8, "other noise")):
+        drawn = [Draw("bernoulli_", [6], 2, state)]
+
+        def change(again, stopped, drawn=drawn):
+            skip_a_batch(again, stopped)
+            for s in sum(again.steps, []):
+                s.draws = drawn
+
+        assert lines(resumed(two=two, change=change)) == ["LOSES lost", f"note {row}"]
 
 
 def test_a_relaunch_behind_the_end_of_the_recording_is_left_out():
