@@ -92,7 +92,10 @@ def first_launch(launcher, report):
         run = again
     # Gloo, which takes the place of NCCL, refuses some calls.
     words = run.words()
-    refused = re.search("gloo|not implemented|op: cuda::", words["error"], re.I)
+    refused = (
+        r"gloo|not implemented|op: cuda::|^(Assertion|Value)Error.*(cuda|\.device)"
+    )
+    refused = re.search(refused, words["error"], re.I)  # tensors are on the CPU
     # These errors say its name as well: a rank has ended, or calls another collective.
     refused = refused and not re.search("by peer|mismatch|preamble", words["why"])
     refused = refused and launcher.gpus and not run.ended_well

@@ -337,6 +337,11 @@ def without_pinning(create, loader, *args, **kwargs):
     loader.pin_memory = False
 
 
+def profile_on_cpu(create, profile, *args, **kwargs):
+    """Without this, each operation waits for a CUDA event, and warns."""
+    create(profile, *args, **(kwargs | {"use_cuda": False, "use_device": None}))
+
+
 def shard_on_cpu(create, model, *args, **kwargs):
     create(model, *args, **(kwargs | {"device_id": torch.device("cpu")}))
 
@@ -367,6 +372,7 @@ def pretend_that_the_cpu_is_a_gpu(count):
     wrap(torch, "get_autocast_dtype", gpus._autocast)
     torch.get_autocast_gpu_dtype = torch.get_autocast_dtype
     wrap(torch.utils.data.DataLoader, "__init__", without_pinning)
+    wrap(torch.autograd.profiler.profile, "__init__", profile_on_cpu)
     wrap(threading.Thread, "start", gpus._start_thread)
 
     # Groups and parallel models

@@ -4,6 +4,7 @@ import sys
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ddp_check.rank.tensors import checksum, is_finite, whole
 
@@ -50,7 +51,8 @@ class Weights:
 
     def see_module(self, module):
         """Returns the names of the weights that are new."""
-        weights = module.named_parameters()
+        # A lazy layer gets its weights in its first forward().
+        weights = [(p, w) for p, w in module.named_parameters() if not is_lazy(w)]
         new = [(path, w) for path, w in weights if id(w) not in self.name_of]
         if new and any(hasattr(part, "unshard") for part in module.modules()):
             # FSDP2 puts whole weights into the places of its own ones for a while, such

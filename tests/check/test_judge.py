@@ -1193,6 +1193,8 @@ def test_what_asks_for_gpus(code, error, asks):
     "error, refuses",
     [
         ("RuntimeError: ProcessGroupGloo does not support scan", True),
+        ("AssertionError: assert x.device.type == 'cuda'", True),  # it is on the CPU
+        ("AssertionError: assert x.shape == (2, 3)", False),
         # Its sources are named in errors that are the script's, too.
         ("RuntimeError: gloo/pair.cc:456 op.preamble.length <= op.nbytes", False),
         ("RuntimeError: gloo/pair.cc:553 Connection closed by peer", False),

@@ -705,6 +705,10 @@ pretend_that_the_cpu_is_a_gpu(2)
 x = torch.ones(4)
 assert x.cuda().is_cuda and x.to(1) is not None
 torch.ones(4, 4)[:, :2].cuda().view(-1)  # a move makes it dense
+activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+with torch.profiler.profile(activities=activities) as profile:
+    x.sum()
+assert profile.profiler.use_device is None
 assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.is_bf16_supported()
 assert torch.cuda.get_device_properties(0).total_memory > 0
 assert torch.cuda.max_memory_allocated() == 0 and len(torch.cuda.mem_get_info()) == 2

@@ -19,6 +19,7 @@
 # case: forgot-eval | ok samples; ok gradient
 # case: checkpoint | ok gradient
 # case: traced | ok masks; ok gradient
+# case: lazy | ok gradient
 # case: kept | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
@@ -111,6 +112,9 @@ dist.init_process_group("gloo")
 layers = {"views": [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]}
 layers["traced"] = [nn.Tanh(), Drops()]
 model = mlp(*layers.get(case, ()))
+if case == "lazy":
+    model[0] = nn.LazyLinear(16)
+    model(x_all[:2])
 torch.manual_seed(1 + rank)
 if case == "traced":  # as TensorBoard's add_graph() does
     torch.fx.symbolic_trace(model), torch.export.export(model, (x_all[:2],))
