@@ -39,10 +39,10 @@ two epochs. The script sees CHECK=1 in its environment.
 #   rows.py        the sentences
 #   launch.py      processes; result.py: what a launch has come to, and what it said
 #   rank/          runs in each rank: watch the script, record it, replay it
-#   judge/         compare.py: the verdict on gradients; first.py: two ranks and the
-#                  replay; samples.py; alone.py: other numbers of ranks; resume.py;
-#                  machines.py; printed.py. A judge is a pure function of Runs where it
-#                  can be.
+#   judge/         begin.py: the first launch; first.py: what two ranks did, and the
+#                  replay; compare.py: the verdict on gradients; samples.py; alone.py:
+#                  other numbers of ranks; resume.py; machines.py; printed.py. A judge
+#                  is a pure function of Runs where it can be.
 #   tests/check/   test_judge.py: judges, on traces that it makes up; test_rank.py:
 #                  functions of rank/; test_check.py: the scripts in cases/
 

@@ -50,6 +50,10 @@ help: The check starts the ranks with torchrun, so the script must leave that to
 [float32]
 bad: not judged: small differences. It fails in float64: {error}
 help: So it was compared in float32, where only differences above 1% count.
+[only here]
+bad: not judged: anything. It fails only if the check watches it: {error}
+help: Without that, the same launch does not fail. Please report this.
+help: {why}
 [imitated]
 bad: not judged: {error}
 help: It needs real GPUs.

@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter
 
-from ddp_check.judge import compare, first
+from ddp_check.judge import begin, compare, first
 from ddp_check.judge.samples import Samples
 from ddp_check.rows import judge, line
 
@@ -12,7 +12,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
     more = [n for n in numbers if n not in (1, 2)]
     launches = [answer.alone] * bool(answer.alone)
     if 1 in numbers and not launches:
-        launches.append(launcher.start("1-rank", 1, **first.reference(answer.run)))
+        launches.append(launcher.start("1-rank", 1, **begin.reference(answer.run)))
     alone = bool(launches)
     launches += [launcher.start(f"{n}-ranks", n, record=True) for n in more]
     names = ["one process alone"] * alone + [f"{n} ranks" for n in more]
@@ -24,7 +24,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
         if run.ended_well and not all(run.steps):
             report.say(line("note", "no step", what=f"{run.ranks} ranks"))
         elif not run.trained:
-            report.say(first.failed(run))
+            report.say(begin.failed(run))
         elif answer.right:
             order = answer.replayed.order
             first.replay(launcher, report, run, Samples(run), order)

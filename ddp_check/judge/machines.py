@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-from ddp_check.judge import compare, first
+from ddp_check.judge import begin, compare
 from ddp_check.launch import TooSlow
 from ddp_check.result import FILE_HINT
 from ddp_check.rows import line
@@ -75,7 +75,7 @@ def judge_start(run, shared):
 
 def judge_machines(run, samples):
     """(the findings, whether other bits are left to be judged)."""
-    if first.trains_together(samples.run) and not first.trains_together(run):
+    if begin.trains_together(samples.run) and not begin.trains_together(run):
         return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
     shares = [one.share_in_step("ids") or 0 for one in (samples, of_machines)]
@@ -95,7 +95,7 @@ def judge_bits(launcher, report, run, two):
     report.title("Is it random? The same command again")
     again = launcher.run("2-ranks-repeated")
     if not again.ended_well:
-        finding = first.failed(again)
+        finding = begin.failed(again)
         finding.values["hint"] = RACE_HINT
         return finding
     if again.bits[0] != two.bits[0]:

@@ -42,15 +42,19 @@ def run(words):
         from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
 
         gpus = pretend_that_the_cpu_is_a_gpu(options.gpus)
-    cast = cast_everything(torch.float64 if options.float64 else torch.float32)
-    compute_the_same_each_time()
-    watcher = Watcher(options, folder, rank, cast, gpus)
-    meet_at_torchrun(watcher)
+    wrap(torch.multiprocessing, "start_processes", refuse_to_spawn)
+    wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
+    wrap(torch, "compile", compile_nothing)
     module, code, sys.argv = prepare(words)
+    if options.watched:
+        cast = cast_everything(torch.float64 if options.float64 else torch.float32)
+        compute_the_same_each_time()
+        watcher = Watcher(options, folder, rank, cast, gpus)
+        meet_at_torchrun(watcher)
+        atexit.register(forget_everything, module, watcher)
+        atexit.register(watcher.close)
     sys.modules["__main__"] = module
     sys.excepthook = write_at_once
-    atexit.register(forget_everything, module, watcher)
-    atexit.register(watcher.close)
     exec(code, vars(module))
 
 
@@ -97,9 +101,6 @@ def compute_the_same_each_time():
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     private("optimize TorchScript")(False)  # it would hide its draws
-    wrap(torch, "compile", compile_nothing)
-    wrap(torch.multiprocessing, "start_processes", refuse_to_spawn)
-    wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
 
 
 def compile_nothing(compile, model=None, **options):

@@ -17,7 +17,15 @@ import torch
 
 from ddp_check import __main__ as command
 from ddp_check import rows, trace
-from ddp_check.judge import alone, compare, first, machines, printed, resume
+from ddp_check.judge import (
+    alone,
+    begin,
+    compare,
+    first,
+    machines,
+    printed,
+    resume,
+)
 from ddp_check.judge.compare import Different, Excused, Same
 from ddp_check.judge.samples import Samples, judge_samples, trained_on
 from ddp_check.launch import TooSlow, processes_of
@@ -1184,7 +1192,7 @@ def test_what_asks_for_gpus(code, error, asks):
     said = {"errors": f"Traceback (most recent call last):\n{where}{error}\n"}
     failed = run_of([[], []], codes=[1], said=said)
     launcher = Launches()
-    run = first.with_gpus(launcher, command.Report("mine.py"), failed)
+    run = begin.with_gpus(launcher, command.Report("mine.py"), failed)
     assert (launcher.started == ["2-ranks-gpu"]) == launcher.gpus == asks
     assert (run is failed) != asks
 
@@ -1208,13 +1216,45 @@ def test_what_gloo_refuses_is_not_judged(error, refuses, tmp_path):
         def start(self, *more, **options):
             return self
 
-        def end(self):
+        def end(self, timeout=None):
             return run_of([[], []], codes=[1], said={"errors": f"{error}\n"})
 
     launcher, report = Failing(), command.Report("mine.py")
     launcher.script = [str(script)]
-    run = first.first_launch(launcher, report)
+    run = begin.first_launch(launcher, report)
     assert (run is None) == refuses == (lines(report.findings) == ["note imitated"])
+
+
+@pytest.mark.parametrize(
+    "unwatched, said",
+    [
+        (run_of([[], []], codes=[1]), []),
+        (run_of([[], []]), ["note only here"]),
+        (TooSlow(30), ["note only here"]),  # it went on
+    ],
+)
+def test_a_failure_is_the_scripts_if_it_fails_unwatched(unwatched, said, tmp_path):
+    (tmp_path / "mine.py").write_text("")
+
+    class Both(Launches):
+        def start(self, name, **options):
+            super().start(name)
+            self.watched = options.get("watched", True)
+            return self
+
+        def end(self, timeout=None):
+            if self.watched:
+                return run_of([[], []], codes=[1])
+            if isinstance(unwatched, TooSlow):
+                raise unwatched
+            return unwatched
+
+    launcher, report = Both(), command.Report("mine.py")
+    launcher.script = [str(tmp_path / "mine.py")]
+    run = begin.first_launch(launcher, report)
+    assert lines(report.findings) == said and (run is None) == bool(said)
+    names = ["2-ranks", "2-ranks-float32", "2-ranks-unwatched"]
+    assert launcher.started == names
 
 
 # ---- Two machines --------------------------------------------------------------------

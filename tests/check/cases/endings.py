@@ -3,6 +3,7 @@
 # case: spawn | note spawns
 # case: missing | WRONG start
 #     error="FileNotFoundError: [Errno 2] No such file or directory: 'data.txt'"
+# case: watched | note only here error="AssertionError: watched"
 # case: error | WRONG fails steps=7 error="AssertionError: too many"
 # case: quit | WRONG fails steps=7 error="too many"
 # case: dump | WRONG fails steps=7 error="rank 1: too many"
@@ -47,6 +48,8 @@ if case == "missing":
     open("data.txt")
 if case == "sleep":
     time.sleep(1000)
+if case == "watched":
+    assert not torch._C._len_torch_function_stack(), "watched"
 if case == "busy":
     spin()
 if case == "needs-two":

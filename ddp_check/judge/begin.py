@@ -1,0 +1,113 @@
+"""The first launch, of two ranks: in float64 if that works, with pretended GPUs if it
+asks for them."""
+
+import dataclasses
+import re
+
+from ddp_check.launch import TooSlow
+from ddp_check.rows import line
+
+SPAWNS = "it starts its own ranks"
+
+
+def first_launch(launcher, report):
+    """Two ranks: in float64 if that works, with pretended GPUs if it asks for them."""
+    launcher.gpus = needs_gpus(launcher)
+    report.title("Two ranks, in float64")
+    run = with_gpus(launcher, report, record(launcher, "2-ranks", probe=True))
+    if SPAWNS in run.said.get("errors", ""):
+        report.say(line("note", "spawns"))
+        return None
+    # A rank that has failed may leave the other one waiting.
+    failed = "Traceback" in run.said.get("errors", "")
+    if not run.ended_well and (failed or not run.hangs):
+        launcher.float64 = False
+        report.title("It fails: again, in float32")
+        again = with_gpus(launcher, report, record(launcher, "2-ranks-float32"))
+        if again.ended_well:
+            words = dataclasses.replace(run, hangs=False).words()
+            report.say(line("note", "float32", error=words["error"]))
+        run = again
+    # Gloo, which takes the place of NCCL, refuses some calls.
+    words = run.words()
+    refused = (
+        r"gloo|not implemented|op: cuda::|^(Assertion|Value)Error.*(cuda|\.device)"
+    )
+    refused = re.search(refused, words["error"], re.I)  # tensors are on the CPU
+    # These errors say its name as well: a rank has ended, or calls another collective.
+    refused = refused and not re.search("by peer|mismatch|preamble", words["why"])
+    refused = refused and launcher.gpus and not run.ended_well
+    if refused or "cannot be imitated" in run.said.get("errors", ""):
+        report.say(line("note", "imitated", **words))
+        return None
+    if run.ended_well and not any(run.steps):
+        report.say(line("note", "no optimizer"))
+        return None
+    if not run.ended_well and not run.hangs:
+        report.title("It fails: again, without being watched")
+        if not fails(launcher, 2 * run.seconds + 30):
+            report.say(line("note", "only here", **words))
+            return None
+    return run
+
+
+def fails(launcher, timeout):
+    """Whether it fails as well if the check leaves torch as it is."""
+    try:
+        run = launcher.start("2-ranks-unwatched", watched=False).end(timeout)
+    except TooSlow:  # it went on, and has not failed
+        return False
+    return not run.ended_well
+
+
+def needs_gpus(launcher):
+    """Whether the text of the script takes GPUs for granted: then it gets them at once.
+
+    Otherwise the first launch tells: see with_gpus().
+    """
+    if launcher.script[0] == "-m":
+        return False
+    with open(launcher.script[0], errors="replace") as file:
+        text = file.read()
+    return bool(re.search("(?i)cuda|nccl", text)) and not re.search(
+        "is_available|cpu|gloo", text
+    )
+
+
+def with_gpus(launcher, report, run):
+    """Another launch with pretended GPUs, if this one has missed them."""
+    steps, marks = run.steps[0], run.marks()
+    alone = steps and not trains_together(run)
+    asks = "cuda" in marks and "wrapped" not in marks
+    # A line of code may have a name such as `accelerator`.
+    wanted = "cuda|nccl|nvidia|gpu|MULTI_CPU|^(?!    ).*accelerator"
+    wants = re.search(wanted, run.why(), re.IGNORECASE | re.MULTILINE)
+    failed = not steps and not run.hangs
+    if launcher.gpus or not (failed and wants or alone and asks):
+        return run
+    launcher.gpus = True
+    report.title("It asks for GPUs: again, with a CPU that pretends to be one")
+    return record(launcher, f"{run.name}-gpu")
+
+
+def record(launcher, name, **options):
+    return launcher.start(name, record=True, **options).end()
+
+
+def trains_together(run):
+    """Whether most steps call DDP, or reduce as many numbers as the gradient has."""
+    steps = run.steps[0]
+    carries = [
+        s.ddp_forwards or 0 < s.gradient_values <= s.floats_reduced for s in steps
+    ]
+    return steps[0].ranks > 1 and 2 * sum(map(bool, carries)) > len(steps)
+
+
+def failed(run):
+    row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
+    return line("WRONG", row, **run.words())
+
+
+def reference(run):
+    """The options of a launch that is compared with this one."""
+    return {"reference": str(run.log), "reference_ranks": run.ranks}
