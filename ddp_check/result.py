@@ -52,6 +52,22 @@ class Run:
         return [of_rank.bits for of_rank in self.traces]
 
     @property
+    def idle(self):
+        """Weights that no optimizer has and no step changes, as of a model that was
+        only tried."""
+        idle = []
+        for of_rank in self.traces:
+            began = {
+                n: bits for start in of_rank.starts for n, bits in start.bits.items()
+            }
+            trained = {n for step in of_rank.steps for n in step.trained}
+            changed = {
+                n for bits in of_rank.bits for n in bits if bits[n] != began.get(n)
+            }
+            idle.append(began.keys() - trained - changed)
+        return set.intersection(*idle) if idle else set()
+
+    @property
     def ended_well(self):
         return not self.hangs and not any(self.codes)
 

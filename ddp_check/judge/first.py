@@ -78,7 +78,8 @@ def judge_run(run, parts=()):
     if any(step.tensor_parallel for step in one):
         return [line("note", "tensor parallel")], False, False
     found = []
-    pairs = [(a.number, compare.same_weights(a, b, parts)) for a, b in zip(one, two)]
+    left_out = {*parts, *run.idle}
+    pairs = [(a.number, compare.same_weights(a, b, left_out)) for a, b in zip(one, two)]
     first = next((number for number, same in pairs if not same), None)
     again = next((number for number, same in pairs[first or 0 :] if same), None)
     meet = first is not None and again is not None
@@ -132,6 +133,7 @@ def parts_in(launcher, report, run):
     differ = set()
     for a, b in zip(*run.bits[:2]):
         differ |= {name for name in a.keys() & b.keys() if a[name] != b[name]}
+    differ -= run.idle
     if not differ or (run.steps[0] and differ == set(run.bits[0][0])):
         return []
     report.title("Weights differ: one step on one process")

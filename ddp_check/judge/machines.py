@@ -78,7 +78,7 @@ def judge_machines(run, samples):
     if begin.trains_together(samples.run) and not begin.trains_together(run):
         return [line("WRONG", "machines alone")], False
     of_machines = type(samples)(run)
-    shares = [one.share_in_step("ids") or 0 for one in (samples, of_machines)]
+    shares = [one.share_in_step(samples.kind) or 0 for one in (samples, of_machines)]
     if shares[0] < 0.2 and shares[1] >= 0.9:
         return [line("WRONG", "machine samples")], False
     rows = [s.of(0, samples.kind)[0] for s in (samples, of_machines)]
@@ -100,24 +100,25 @@ def judge_bits(launcher, report, run, two):
         return finding
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")
-    return line("note" if draws_others_later(two, run) else "WRONG", "machines")
+    return line("WRONG" if is_known(two, run) else "note", "machines")
 
 
-def draws_others_later(one, two):
-    """Whether they begin alike, with the same samples, but draw other numbers later.
+def is_known(one, two):
+    """Whether the same inputs and random numbers train differently on two machines, or
+    only their ranks have the same seed.
 
-    One rank of each machine may have evaluated, which draws a number.
+    Otherwise one rank of each machine may have evaluated, which draws a number.
     """
     steps = list(zip(zip(*one.steps), zip(*two.steps)))
-    pairs = [pair for a, b in steps for pair in zip(a, b)]
-    ids = [
-        [[f.ids for f in step.fetched if f.trains] for step in pair] for pair in pairs
-    ]
-    if any(a != b for a, b in ids) or not any(a for a, _ in ids):
-        return False
-    other = next(n for n, (a, b) in enumerate(steps) if a[0].bits != b[0].bits)
-    drawn = [(a.inputs, a.draws) != (b.inputs, b.draws) for a, b in zip(*steps[other])]
-    return other > 0 and any(drawn)
+    other = next(pair for pair in steps if pair[0][0].bits != pair[1][0].bits)
+    had = [[(step.inputs, step.draws) for step in ranks] for ranks in other]
+    return had[0] == had[1] or [one_seed(ranks) for ranks in other] == [False, True]
+
+
+def one_seed(steps):
+    """Whether the generators of both ranks are in the same state at the first draw."""
+    states = [[draw.state for draw in step.draws][:1] for step in steps]
+    return states[0] == states[1] != []
 
 
 def judge_files(machines):

@@ -128,7 +128,8 @@ def judge_resume(two, run, again, cut):
         values = {"made": 0, "left": len(expected) - len(made), "detail": ""}
         return [line("WRONG", "no rest", **values)]
     raw = [name for name in expected[0] if compare.is_raw(name)]  # may be a rank's own
-    same = all(compare.same_weights(a, b, raw) for a, b in zip(*two.steps[:2]))
+    own = {*raw, *two.idle}
+    same = all(compare.same_weights(a, b, own) for a, b in zip(*two.steps[:2]))
     if not same and not two.steps[0][0].sharded:
         return [line("note", "left out", what="how it continues")]
     # Where the weights were the same: the rank has looked for it.

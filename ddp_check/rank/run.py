@@ -59,9 +59,15 @@ def run(words):
 
 
 def write_at_once(*error):
-    """Errors of two ranks would mix line by line: they come into the same file."""
+    """Errors of two ranks would mix line by line: they come into the same file.
+
+    The reason may be in the second line of a message: it becomes one line.
+    """
     sys.stderr.flush()
     text = "".join(traceback.format_exception(*error))
+    message = str(error[1])
+    if 0 < message.count("\n") < 4:
+        text = text.replace(message, " ".join(message.split()))
     os.write(2, text.encode(errors="backslashreplace"))
 
 

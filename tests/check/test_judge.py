@@ -1287,11 +1287,13 @@ def test_numbers_that_one_rank_of_each_machine_draws():
     one, two = run_of(ranks_of()), run_of(ranks_of())
     for s in [*two.steps[0][3:], *two.steps[1][3:]]:
         s.bits = {"last": -1}
-    assert not machines.draws_others_later(one, two)
+    assert machines.is_known(one, two)
     two.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 1)]
-    assert machines.draws_others_later(one, two)
-    two.steps[1][5].fetched[0].ids = [7]
-    assert not machines.draws_others_later(one, two)
+    assert not machines.is_known(one, two)
+    two.steps[0][3].draws = [Draw("bernoulli_", [4], 1, 1)]
+    assert machines.is_known(one, two)  # the seeds of the ranks are the same
+    one.steps[0][3].draws = one.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 2)]
+    assert not machines.is_known(one, two)  # also on one machine
 
 
 # ---- Printed numbers -----------------------------------------------------------------

@@ -21,6 +21,7 @@
 # case: traced | ok masks; ok gradient
 # case: lazy | ok gradient
 # case: kept | ok weights; ok gradient
+# case: tried | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,10 @@ dist.init_process_group("gloo")
 layers = {"views": [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]}
 layers["traced"] = [nn.Tanh(), Drops()]
 model = mlp(*layers.get(case, ()))
+if case == "tried":  # each rank makes a model of its own and tries it, but trains this
+    other = nn.Linear(8, 8)
+    nn.init.normal_(other.weight, generator=torch.Generator().manual_seed(rank))
+    other(torch.zeros(1, 8))
 if case == "lazy":
     model[0] = nn.LazyLinear(16)
     model(x_all[:2])
