@@ -29,7 +29,9 @@ class Loaders:
         self.cast = cast  # for each tensor of a batch
         self.replay = replay
         self.known = []  # [data set, batch size, number of iterations]
+        self.iterates = False  # DataLoader.__iter__() makes the iterator
         wrap(DataLoader, "__iter__", self.see_iteration)
+        wrap(*PRIVATE["make an iterator"], self.see_iterator)
         self.length = DataLoader.__len__
         wrap(DataLoader, "__len__", self.see_length)
         wrap(*PRIVATE["next indices"], self.see_indices)
@@ -40,6 +42,10 @@ class Loaders:
             if data is loader.dataset and size == loader.batch_size:
                 return number
         return None
+
+    def see_iterator(self, make, loader):
+        """A loader with an __iter__() of its own may call it."""
+        return make(loader) if self.iterates else self.see_iteration(make, loader)
 
     def see_iteration(self, iterate, loader):
         number = self.number(loader)
@@ -64,7 +70,11 @@ class Loaders:
             if persists and loader._iterator is not None:
                 loader._iterator.check_indices = deque()
             with self.listener.fetching():
-                iterator = iterate(loader)
+                self.iterates = True
+                try:
+                    iterator = iterate(loader)
+                finally:
+                    self.iterates = False
                 data = fingerprint(loader) if key[1] == 0 else 0
             several = loader.batch_sampler is not None
             batches = Batches(self, key, iterator, data, several)

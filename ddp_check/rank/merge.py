@@ -219,7 +219,10 @@ class Merge:
                 parts = [pad_to(part, size, 1) for part, size in pairs]
                 return self.concatenate(parts, d, places)
         text = f"torch.{name}() draws {list(shape)} on one process, and on each rank"
-        self.notes.problems.append(f"{text} {list(parts[0].shape)}")
+        text = f"{text} {list(parts[0].shape)}"
+        if not shape:
+            text = f"torch.{name}() draws one number, and another one on each rank"
+        self.notes.problems.append(text)
         return None
 
 

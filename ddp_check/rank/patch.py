@@ -17,6 +17,7 @@ from torch.utils.data import dataloader
 PRIVATE = {
     "backward": (torch.autograd, "_engine_run_backward"),  # of all ways to call it
     "next indices": (dataloader._BaseDataLoaderIter, "_next_index"),
+    "make an iterator": (dataloader.DataLoader, "_get_iterator"),
     "load a tensor": (torch._utils, "_rebuild_tensor"),
     "optimize TorchScript": (torch._C, "_set_graph_executor_optimize"),
     "trace": (torch.jit, "_get_trace_graph"),  # as PyTorch's ONNX exporter does

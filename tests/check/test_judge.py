@@ -891,6 +891,14 @@ def fail(again, stopped):
     again.codes, again.said = [1], {"errors": "KeyError: 'worst'"}
 
 
+def test_a_relaunch_that_misses_a_file_has_no_other_folder():
+    def miss(again, stopped):
+        again.codes, again.said = [1], {"errors": "FileNotFoundError: 'x.pt'"}
+
+    (finding,) = resumed(change=miss)
+    assert finding.row == "again" and not finding.values["hint"]
+
+
 def refuse(again, stopped):
     fail(again, stopped)
     again.said = {"errors": "FileExistsError: File exists: 'once'"}

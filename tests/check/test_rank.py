@@ -364,6 +364,10 @@ def test_random_numbers_are_joined(merge):
     assert merge.draw("rand", a, 0, [(0, a), (0, b)]) is None
     problem = "torch.rand() draws [8, 2] on one process, and on each rank [8, 2]"
     assert merge.take_notes().problems == [problem]
+    ones = [(0, a[0, 0]), (0, b[0, 0])]
+    assert merge.draw("rand", a[0, 0], 0, ones) is None
+    problem = "torch.rand() draws one number, and another one on each rank"
+    assert merge.take_notes().problems == [problem]
     assert merge.draw("rand", a, 0, [(0, a), None]) is None
     assert (
         "which some ranks or one process draw more often"

@@ -2,6 +2,7 @@
 # case: zipped | ok gradient
 # case: twice | ok order; ok gradient
 # case: goes-on | ok samples; ok gradient
+# case: keeps | ok samples; ok gradient
 # case: averaged | ok alone; ok gradient
 # case: fixed | ok gradient
 # case: fixed values | ok gradient
@@ -57,6 +58,13 @@ class Unknown(list):
 class Drops(nn.Module):
     def forward(self, x):
         return nn.functional.dropout(x, 0.3)
+
+
+class Keeps(DataLoader):
+    """It makes its iterator by itself."""
+
+    def __iter__(self):
+        yield from self._get_iterator()
 
 
 class GoesOn(DataLoader):
@@ -133,6 +141,8 @@ wrapped = model if alone else DistributedDataParallel(model)
 batch_size = 16 if case.startswith("fixed") else 32 // size
 collate = {"flat": flatten, "nested": nest, "unknown": Unknown}.get(case)
 loader = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate)
+if case == "keeps":
+    loader = Keeps(dataset, batch_size, sampler=sampler)
 if case == "goes-on":
     workers = {"num_workers": 1, "persistent_workers": True}
     loader = GoesOn(dataset, batch_size, sampler=sampler, **workers)
