@@ -78,7 +78,7 @@ def judge_alone(run, answer, limit):
     # The same samples, and nothing random: then the first gradient must be the same.
     if any(step.draws for step in steps):
         return found
-    if any(step.norms for step in two.run.steps[0]):
+    if first.normalizes(two.run):
         said = first.judge_norms(two.run, False)
         return found + [line("note", "alone norms", off=far, first=where)] * (not said)
     if not answer.right or answer.replayed.order == "in turn":

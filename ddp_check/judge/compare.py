@@ -208,7 +208,8 @@ def changes_of(one, limit):
 # ---- Excuses: what explains a difference, each from the traces of the step -----------
 def has_problems(ranks, one, context):
     if one.problems:
-        return f"One process cannot get what the ranks had: {one.problems[0]}."
+        problems = "; ".join(list(dict.fromkeys(one.problems))[:2])
+        return f"One process cannot get what the ranks had: {problems}."
     return ""
 
 

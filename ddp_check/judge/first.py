@@ -186,10 +186,16 @@ def changed(run, step):
     return [n for n in step.trained if step.bits.get(n) != began.get(n)]
 
 
+def normalizes(run):
+    """In the first step, a script may only have asked the model for its shapes."""
+    one = run.steps[0]
+    return any(step.norms for step in one[1:] or one)
+
+
 def judge_norms(run, sharded):
     """Whether each rank has its own batch norm statistics, and evaluates with them."""
     one, two = run.steps[:2]
-    if sharded or not any(step.norms for step in one):
+    if sharded or not normalizes(run):
         return []
     pairs = [(a.evaluated, b.evaluated) for a, b in zip(one, two)]
     if any(a and b and a != b for a, b in pairs):

@@ -206,6 +206,7 @@ STATE = {"random.Random": 1}
 OTHER = [100, 101, 102]
 EXCUSED = [
     ({}, {"problems": ["a batch"]}, "cannot get what the ranks had: a batch."),
+    ({}, {"problems": ["a", "a", "b", "c"]}, "cannot get what the ranks had: a; b."),
     ({"other_draws": STATE}, {"other_draws": {}}, "random.Random draws in the"),
     ({"marks": ["hook"]}, {}, "A communication hook"),  # such as PowerSGD's
     (
@@ -246,7 +247,7 @@ def test_what_is_no_excuse(ranks, one):
 
 def test_no_excuse_explains_a_gradient_that_is_twice_as_large():
     twice = {"gradients": table(2)}
-    for ranks, one, _ in EXCUSED[:2] + EXCUSED[4:6]:
+    for ranks, one, _ in EXCUSED[:3] + EXCUSED[5:7]:
         assert verdict_of(ranks, one | twice).wrong
     assert verdict_of({"marks": ["hook"]}, twice).wrong
     # One weight may be a single number, and any other one is some times as large.
@@ -482,6 +483,9 @@ def test_batch_norm(one, two, detail):
     found = first.judge_norms(run, False)
     assert [finding.values["detail"] for finding in found] == [detail] * bool(detail)
     assert first.judge_norms(run_of(ranks_of()), False) == []
+    for step in run.steps[0][1:]:
+        step.norms = False  # only when it was tried
+    assert first.judge_norms(run, False) == []
 
 
 @pytest.mark.parametrize("same", [20, 7, 0])
