@@ -54,6 +54,24 @@ class Cast(TorchFunctionMode):
         return result
 
 
+def hide_modes():
+    """From copies of torch's functions in a script, which ask has_torch_function().
+
+    With a mode that is true of plain tensors as well. Then these call themselves by
+    handle_torch_function(), which old copies do without all of their arguments.
+    """
+    ask = {"": lambda _, args: any(map(is_of_other_type, args))}
+    ask["_unary"] = lambda _, arg: is_of_other_type(arg)
+    ask["_variadic"] = lambda _, *args: any(map(is_of_other_type, args))
+    for ending, answer in ask.items():
+        wrap(torch.overrides, f"has_torch_function{ending}", answer)
+
+
+def is_of_other_type(value):
+    of_torch = torch.Tensor.__torch_function__, private("no override")
+    return getattr(type(value), "__torch_function__", None) not in (None, *of_torch)
+
+
 def enter(mode):
     MODES.append(mode)
     mode.__enter__()

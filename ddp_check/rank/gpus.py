@@ -108,9 +108,8 @@ class Gpus:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", count))
         is_rank = not self._used and index == int(os.environ.get("RANK", 0)) >= ranks
         if is_rank or not 0 <= index < count:
-            where = (
-                f"on a machine with {ranks} ranks, which seems to have a GPU for each"
-            )
+            of = f"{ranks} rank{'s' * (ranks != 1)}"
+            where = f"on a machine with {of}, which seems to have a GPU for each"
             if count < self._count:
                 where = (
                     f"with CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"

@@ -193,6 +193,11 @@ class Watcher:
         if not any(one is optimizer for one in self.optimizers):
             self.optimizers.append(optimizer)
         self.draws.sets_up = False
+        # FSDP takes a second to import. So it is changed when the script has it.
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        module = getattr(fsdp, "FSDPModule", None)
+        if module and not hasattr(module.unshard, "__wrapped__"):
+            wrap(module, "unshard", self.see_unshard)
 
     def before_step(self, optimizer, args, kwargs):
         if optimizer is self.outer:  # it cannot call itself: its last step has failed
@@ -290,6 +295,13 @@ class Watcher:
             # Before DDP replaces them by rank 0's.
             self.steps.now.buffers = checksums_of_buffers(wrapped.module)
         return forward(wrapped, *inputs, **named)
+
+    def see_unshard(self, unshard, module, *args, **named):
+        """A script may gather weights before the first call."""
+        if self.modules == 0:
+            with self.own_work():
+                self.steps.see_module(module)
+        return unshard(module, *args, **named)
 
     def see_call(self, call, module, *inputs, **named):
         if not self.in_main_thread():  # such as a transform of the data

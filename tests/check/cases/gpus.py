@@ -1,7 +1,7 @@
 # Scripts that ask for GPUs. On two machines with one GPU each, rank 1 has no cuda:1.
 # case: right | ok gradient; ok machines | machines
 # case ci: set-rank | ok gradient; WRONG machines start error="RuntimeError: CUDA
-#     error: invalid device ordinal: cuda:1 on a machine with 1 ranks, which seems
+#     error: invalid device ordinal: cuda:1 on a machine with 1 rank, which seems
 #     to have a GPU for each" | machines
 # case: share | ok gradient; WRONG machine samples | machines
 # case: share-rank | ok gradient; WRONG machines start | machines

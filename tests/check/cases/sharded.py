@@ -1,5 +1,6 @@
 # Sharded weights, and tensor parallelism.
 # case ci: fsdp2 | ok gradient
+# case: unshard | ok gradient
 # case: fsdp1 | note sharded
 # case: tensor | note tensor parallel
 # case: sequence | note tensor parallel
@@ -13,6 +14,8 @@ def loss_of(x, y):
     if case == "sequence":  # each rank brings its own rows
         x = torch.rand(10, 8)
         return model(x).square().mean()
+    if case == "unshard":  # ahead of the first call
+        model.unshard()
     return mse(model(x), y)
 
 
@@ -20,9 +23,12 @@ dist.init_process_group("gloo")
 model = mlp()
 if case == "fsdp1":
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-if case == "fsdp2":
-    for module in (model[0], model[2], model):
+if case in ("fsdp2", "unshard"):
+    for module in (model[0], model[2], model) if case == "fsdp2" else [model]:
         fully_shard(module)
+if case == "unshard":  # each rank draws its part
+    for weight in model.parameters():
+        weight.to_local().detach().normal_()
 first, last = parallel.ColwiseParallel(), parallel.RowwiseParallel()
 if case == "sequence":
     first = parallel.ColwiseParallel(input_layouts=Shard(0))

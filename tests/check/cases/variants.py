@@ -21,10 +21,12 @@
 # case: checkpoint | ok gradient
 # case: traced | ok masks; ok gradient
 # case: lazy | ok gradient
+# case: copied | ok gradient
 # case: kept | ok weights; ok gradient
 # case: tried | ok weights; ok gradient
 from common import *
 from torch.func import functional_call, grad
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 
@@ -53,6 +55,18 @@ class Unknown(list):
     def __init__(self, samples):
         super().__init__(default_collate(samples))
         self.later = lambda: self
+
+
+def old_linear(x, weight, factor=None):
+    """A copy of one of torch's: with tensors of other types, it calls itself."""
+    if has_torch_function((x, weight)):
+        return handle_torch_function(old_linear, (x, weight), x, weight)
+    return factor * x @ weight
+
+
+class Copied(nn.Linear):
+    def forward(self, x):
+        return old_linear(x, self.weight, 1)
 
 
 class Drops(nn.Module):
@@ -120,6 +134,7 @@ def loss_of(x, y, u):
 dist.init_process_group("gloo")
 layers = {"views": [nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]}
 layers["traced"] = [nn.Tanh(), Drops()]
+layers["copied"] = [Copied(16, 16, bias=False)]
 model = mlp(*layers.get(case, ()))
 if case == "tried":  # each rank makes a model of its own and tries it, but trains this
     other = nn.Linear(8, 8)
