@@ -218,11 +218,12 @@ class Merge:
                     )
                 parts = [pad_to(part, size, 1) for part, size in pairs]
                 return self.concatenate(parts, d, places)
-        text = f"torch.{name}() draws {list(shape)} on one process, and on each rank"
-        text = f"{text} {list(parts[0].shape)}"
-        if not shape:
-            text = f"torch.{name}() draws one number, and another one on each rank"
-        self.notes.problems.append(text)
+        text = f"torch.{name}() draws {list(shape) or 'one number'} on one process, and"
+        shapes = dict.fromkeys(str(list(part.shape)) for part in parts)
+        of_ranks = f"on the ranks {' and '.join(shapes)}"
+        if parts[0].shape == shape:
+            of_ranks = "others on each rank"
+        self.notes.problems.append(f"{text} {of_ranks}")
         return None
 
 
