@@ -31,7 +31,10 @@ class Loaders:
         self.known = []  # [data set, batch size, number of iterations]
         self.iterates = False  # DataLoader.__iter__() makes the iterator
         wrap(DataLoader, "__iter__", self.see_iteration)
-        wrap(*PRIVATE["make an iterator"], self.see_iterator)
+        self.see_class(DataLoader)
+        # A loader with an __iter__() of its own may have its own iterator, as that of
+        # torchdata.
+        DataLoader.__init_subclass__ = classmethod(self.see_subclass)
         self.length = DataLoader.__len__
         wrap(DataLoader, "__len__", self.see_length)
         wrap(*PRIVATE["next indices"], self.see_indices)
@@ -43,9 +46,23 @@ class Loaders:
                 return number
         return None
 
+    def see_subclass(self, cls, **options):
+        super(DataLoader, cls).__init_subclass__(**options)
+        self.see_class(cls)
+
+    def see_class(self, cls):
+        name = PRIVATE["make an iterator"][1]
+        if name in vars(cls):
+            wrap(cls, name, self.see_iterator)
+
     def see_iterator(self, make, loader):
-        """A loader with an __iter__() of its own may call it."""
-        return make(loader) if self.iterates else self.see_iteration(make, loader)
+        if self.iterates:
+            return make(loader)
+        batches = self.see_iteration(make, loader)
+        if isinstance(batches, Batches):
+            return batches
+        with self.listener.fetching():
+            return Given(batches, make(loader))
 
     def see_iteration(self, iterate, loader):
         number = self.number(loader)
@@ -149,6 +166,17 @@ class Batches:
                 fetch.ids = [zlib.crc32(repr(index).encode()) for index in chosen]
         self.loaders.see_batch(fetch, batch, len(fetch.ids) if self.batches else 0)
         return batch
+
+
+class Given(Batches):
+    """The same in a replay. batches are those of all ranks."""
+
+    def __init__(self, batches, iterator):
+        self.batches = batches
+        self.iterator = iterator
+
+    def __next__(self):
+        return next(self.batches)
 
 
 def fingerprint(loader):

@@ -75,10 +75,15 @@ class Drops(nn.Module):
 
 
 class Keeps(DataLoader):
-    """It makes its iterator by itself."""
+    """It has its own iterator, as that of torchdata."""
+
+    def _get_iterator(self):
+        return torch.utils.data.dataloader._SingleProcessDataLoaderIter(self)
 
     def __iter__(self):
-        yield from self._get_iterator()
+        iterator = self._get_iterator()
+        assert iterator._num_workers == 0
+        return iterator
 
 
 class GoesOn(DataLoader):
