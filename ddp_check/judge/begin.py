@@ -81,7 +81,10 @@ def with_gpus(launcher, report, run):
     asks = "cuda" in marks and "wrapped" not in marks
     # A line of code may have a name such as `accelerator`.
     wanted = "cuda|nccl|nvidia|gpu|MULTI_CPU|^(?!    ).*accelerator"
-    wants = re.search(wanted, run.why(), re.IGNORECASE | re.MULTILINE)
+    # Each rank may have an error of its own.
+    errors = re.findall(r"(?m)^\S*Error: .*", run.said.get("errors", ""))
+    said = "\n".join([run.why(), *errors])
+    wants = re.search(wanted, said, re.IGNORECASE | re.MULTILINE)
     failed = not steps and not run.hangs
     if launcher.gpus or not (failed and wants or alone and asks):
         return run

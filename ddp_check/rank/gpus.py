@@ -325,6 +325,15 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def move_buffers(move, module, *args, **kwargs):
+    """On a GPU it is a new tensor, which may be changed in place, and no leaf."""
+    moved = move(module, *args, **kwargs)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.requires_grad and buffer.is_leaf:
+            setattr(module, name, buffer.clone())
+    return moved
+
+
 def create_device(create, *args, **kwargs):
     if args and type(args[0]) is int:  # a torch without CUDA does not know such a GPU
         return create("cuda", *args)
@@ -362,6 +371,7 @@ def pretend_that_the_cpu_is_a_gpu(count):
     for owner in (torch.autocast, DeviceContext, dist.device_mesh.DeviceMesh):
         wrap(owner, "__init__", gpus._places)
     wrap(nn.Module, "to", gpus._places)
+    wrap(*PRIVATE["move a module"], move_buffers)
     nothing = functools.partial(always, None)
     torch.serialization.register_package(0, nothing, gpus._load_storage)
     for owner in (torch.UntypedStorage, torch.TypedStorage):

@@ -24,6 +24,7 @@ PRIVATE = {
     "is of torch.func": (torch._C._functorch, "is_functorch_wrapped_tensor"),
     "without dispatch modes": (_python_dispatch, "_disable_current_modes"),
     "without modes": (torch._C, "DisableTorchFunction"),
+    "move a module": (torch.nn.Module, "_apply"),
     "no override": (torch._C, "_disabled_torch_function_impl"),
     "accelerator": (torch._C, "_get_accelerator"),
     "refuse SyncBatchNorm": (DistributedDataParallel, "_passing_sync_batchnorm_handle"),

@@ -46,6 +46,8 @@ def run(words):
     wrap(torch.multiprocessing, "start_processes", refuse_to_spawn)
     wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
     wrap(torch, "compile", compile_nothing)
+    # Accelerate calls the CPU cpu:0, which torch.load() does not know as a place.
+    torch.serialization.register_package(1, lambda storage: None, stay_on_cpu)
     module, code, sys.argv = prepare(words)
     if options.watched:
         cast = cast_everything(torch.float64 if options.float64 else torch.float32)
@@ -113,6 +115,10 @@ def compute_the_same_each_time():
 def compile_nothing(compile, model=None, **options):
     """With TORCH_COMPILE_DISABLE=1, fullgraph=True would be an error."""
     return compile(model, **options | {"fullgraph": False})
+
+
+def stay_on_cpu(storage, place):
+    return storage if place.startswith("cpu:") else None
 
 
 def refuse_to_spawn(start, *args, **kwargs):

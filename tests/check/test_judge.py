@@ -1197,6 +1197,7 @@ def test_one_step_is_too_few_to_fail_in():
         ("device = rank % torch.cuda.device_count()", "ZeroDivisionError: 1 % 0", True),
         ("step(model)", "RuntimeError: no accelerator is available", True),
         ("model = accelerator.prepare(model)", "TypeError: model is a str", False),
+        ("join(1)", "RuntimeError: rank 1 is too high\nRuntimeError: no NCCL", True),
     ],
 )
 def test_what_asks_for_gpus(code, error, asks):

@@ -17,6 +17,7 @@
 # case: sums | WRONG gradient first=0 factor=2
 # case: parallel | ok gradient; ok global batch; ok alone weights
 #     | alone
+# case: moves | ok gradient
 # case: counts | ok gradient; WRONG machines alone | machines
 # case: graph | note imitated
 from common import *
@@ -62,7 +63,12 @@ if case == "scaler":
     rows, more = 16, {"num_workers": 1, "persistent_workers": True}
 loader = DataLoader(dataset, rows, sampler=sampler, **more)
 normalize = [nn.BatchNorm1d(16)] if case in ("sync", "sync-if", "buffers") else []
-model = nn.Sequential(nn.Linear(8, 16), *normalize, nn.Tanh(), nn.Linear(16, 8)).cuda()
+model = nn.Sequential(nn.Linear(8, 16), *normalize, nn.Tanh(), nn.Linear(16, 8))
+if case == "moves":
+    model.register_buffer("used", nn.Parameter(torch.zeros(4)))
+model = model.cuda()
+if case == "moves":
+    model.used[:2] = model.used[2:].clone()  # on a GPU it is no leaf
 if case == "sync" or (case == "sync-if" and size > 1):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
 scaler = torch.amp.GradScaler("cuda", enabled=case == "scaler")

@@ -13,7 +13,7 @@ torch.manual_seed(rank)
 path, start, shift, stop = f"rank{rank}.pt", 0, 0, []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 if os.path.exists(path):
-    saved = torch.load(path)
+    saved = torch.load(path, map_location=torch.device("cpu", 0))  # as in Accelerate
     wrapped.load_state_dict(saved["model"])
     torch.set_rng_state(saved["rng"])
     start, shift = saved["step"], case == "shifts"
