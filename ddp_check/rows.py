@@ -55,8 +55,8 @@ bad: not judged: anything. It fails only if the check watches it: {error}
 help: Without that, the same launch does not fail. Please report this.
 help: {why}
 [imitated]
-bad: not judged: {error}
-help: It needs real GPUs.
+bad: not judged: anything else. On a CPU that pretends to be a GPU, it fails: {error}
+help: So it may need real GPUs.
 help: {why}
 [alone] gradients
 ok: the ranks train together

@@ -1215,13 +1215,15 @@ def test_what_asks_for_gpus(code, error, asks):
     [
         ("RuntimeError: ProcessGroupGloo does not support scan", True),
         ("AssertionError: assert x.device.type == 'cuda'", True),  # it is on the CPU
-        ("AssertionError: assert x.shape == (2, 3)", False),
+        ("TypeError: 'NoneType' object is not callable", True),
+        ("ModuleNotFoundError: No module named 'mine'", False),
+        ("mine.py: error: unrecognized arguments: --epoch", False),
         # Its sources are named in errors that are the script's, too.
         ("RuntimeError: gloo/pair.cc:456 op.preamble.length <= op.nbytes", False),
         ("RuntimeError: gloo/pair.cc:553 Connection closed by peer", False),
     ],
 )
-def test_what_gloo_refuses_is_not_judged(error, refuses, tmp_path):
+def test_what_fails_with_pretended_gpus_is_not_judged(error, refuses, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("torch.cuda.set_device(0)")
 
