@@ -289,8 +289,8 @@ def filled_up(ranks, one, context):
 
 # (the excuse, whether it also explains a gradient that is exactly some times as large)
 EXCUSES = [
-    (has_problems, False),
     (other_generators, False),
+    (has_problems, False),
     (has_hook, False),
     (other_calls, True),
     (other_turns, False),

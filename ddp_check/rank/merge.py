@@ -208,7 +208,7 @@ class Merge:
                 if rows != shape[d] or any(not fits_in(p, s, exact) for p, s in pairs):
                     continue
                 if not exact and not self.notes.widened:
-                    text = f"each rank draws torch.{name}() for its own longest sample"
+                    text = f"each rank draws torch.{name}() with a width of its own"
                     self.notes.problems.append(text)
                 # A few bits or numbers may be the same by chance.
                 enough = like.numel() >= 16 or name in ("rand", "randn", "normal_")

@@ -417,7 +417,7 @@ def test_random_numbers_for_rows_of_other_lengths(merge):
     draws = [(0, torch.ones(1, 3)), (0, torch.ones(2, 2) / 2)]
     expected = [[1, 1, 1], [0.5, 0.5, 1], [0.5, 0.5, 1]]
     assert merge.draw("rand", torch.empty(3, 3), 0, draws).tolist() == expected
-    assert "for its own longest sample" in merge.take_notes().problems[0]
+    assert "with a width of its own" in merge.take_notes().problems[0]
     merge.notes.widened = True
     assert merge.draw("rand", torch.empty(3, 3), 0, draws).tolist() == expected
     assert merge.notes.problems == []
