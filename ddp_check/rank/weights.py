@@ -114,6 +114,8 @@ class Weights:
         """
         changed = {}
         for name in names:
+            if is_freed(self.named[name]):
+                continue
             value = whole(self.named[name])
             bits = checksum(value)
             if self.bits.get(name) != bits:
@@ -144,6 +146,12 @@ class Weights:
                     with torch.no_grad():
                         local.detach().copy_(value)
                     self.look([name])
+
+
+def is_freed(weight):
+    """A loss that holds a layer has FSDP2's whole weights, which are freed later."""
+    plain = not hasattr(weight, "full_tensor") and not weight.is_meta
+    return plain and weight.numel() > 0 and weight.untyped_storage().size() == 0
 
 
 def is_same(a, b):

@@ -1,6 +1,7 @@
 # Sharded weights, and tensor parallelism.
 # case ci: fsdp2 | ok gradient
 # case: unshard | ok gradient
+# case: held | ok gradient
 # case: fsdp1 | note sharded
 # case: tensor | note tensor parallel
 # case: sequence | note tensor parallel
@@ -14,6 +15,8 @@ def loss_of(x, y):
     if case == "sequence":  # each rank brings its own rows
         x = torch.rand(10, 8)
         return model(x).square().mean()
+    if case == "held":  # FSDP2 has put whole weights into the layer
+        return mse(held(model(x)), y)
     if case == "unshard":  # ahead of the first call
         model.unshard()
     return mse(model(x), y)
@@ -23,7 +26,9 @@ dist.init_process_group("gloo")
 model = mlp()
 if case == "fsdp1":
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-if case in ("fsdp2", "unshard"):
+if case == "held":
+    held = nn.Sequential(*model)
+if case in ("fsdp2", "unshard", "held"):
     for module in (model[0], model[2], model) if case == "fsdp2" else [model]:
         fully_shard(module)
 if case == "unshard":  # each rank draws its part
