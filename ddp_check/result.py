@@ -15,6 +15,8 @@ HINTS = {  # what helps if its traceback has this
     r"/check-\w+/t\d+/": "It is in TMPDIR. Each machine has a new one here.\n",
     r"each machine has its own": "Leave MASTER_ADDR and MASTER_PORT to torchrun.\n",
 }
+# What torchrun says of a rank that says nothing, as when there is no memory left
+ENDED = r"Root Cause.*?rank +: (\d+) .*?\((SIG(?:SEGV|KILL|BUS|ILL|FPE))\)"
 FAULTS = "Attribute|Key|Index|Name|UnboundLocal|Assertion|Import|ModuleNotFound|Type"
 
 
@@ -86,6 +88,9 @@ class Run:
         text = f"Steps on each rank: {counts}. Exit codes of torchrun: {self.codes}.\n"
         for rank, frames in self.stacks.items():
             text += f"{where(rank, frames)}\n"
+        ended = re.search(ENDED, self.said.get("torchrun0", ""), re.DOTALL)
+        if ended and not self.hangs:
+            return f"{text}rank {ended[1]} was ended by {ended[2]}"
         names = "errors", "rank0.out", "torchrun0"
         said = [without_colors(self.said.get(name, "")) for name in names]
         if any("Traceback" in words for words in said[:2]):

@@ -7,6 +7,7 @@
 # case: error | WRONG fails steps=7 error="AssertionError: too many"
 # case: quit | WRONG fails steps=7 error="too many"
 # case: dump | WRONG fails steps=7 error="rank 1: too many"
+# case: memory | WRONG fails steps=7 error="rank 1 was ended by SIGKILL"
 # case: leaves | WRONG ends early rank=1 made=5
 # case ci: skip | WRONG hang | quick --timeout 40
 # case: deadlock | WRONG hang | quick --timeout 40
@@ -80,6 +81,9 @@ def main():
             sys.exit()  # as with fewer batches
         if step == 7:
             assert case != "error", "too many"
+            if case == "memory" and rank == 1:
+                print("step 7", file=sys.stderr)
+                os.kill(os.getpid(), signal.SIGKILL)
             if case == "quit" or case == "dump" and rank == 1:
                 sys.exit("too many" if case == "quit" else "rank 1: too many")
         loss = mse(wrapped(x), y)
