@@ -77,6 +77,7 @@ class Verdict:
     different: Different | None = None  # the one that says most, in the step `step`
     step: int | None = None
     reason: str = ""  # why most of the others were excused
+    excused: int = 0  # for this reason
     uneven: tuple | None = None  # (step, rows of the ranks, distance)
 
     @property
@@ -107,7 +108,7 @@ def summarize(verdicts):
             if one.rows and verdict.uneven is None:
                 verdict.uneven = (number, one.rows, one.distance)
     if reasons:
-        verdict.reason = reasons.most_common(1)[0][0]
+        verdict.reason, verdict.excused = reasons.most_common(1)[0]
     return verdict
 
 

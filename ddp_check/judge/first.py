@@ -298,8 +298,7 @@ def judge_gradients(verdict, run, one):
     if verdict.right:
         found.append(line("ok", "gradient", off=verdict.off, **values))
     else:
-        left = verdict.steps - verdict.same
-        reason = f"{verdict.reason} ({left} of {verdict.steps} steps)"
+        reason = f"{verdict.reason} ({verdict.excused} of {verdict.steps} steps)"
         found.append(line("note", "not replayed", reason=reason, **values))
     if verdict.uneven:
         step, rows, off = verdict.uneven
