@@ -14,6 +14,11 @@ def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
     return gather(same, tensor, *args, **kwargs)
 
 
+def gather_flat(gather, output_tensor, input_tensor, *args, **kwargs):
+    """So does all_gather_into_tensor()."""
+    return gather(output_tensor.view(-1), input_tensor.view(-1), *args, **kwargs)
+
+
 def average_integers(reduce, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     """NCCL has averages of integers, as Lightning asks for at the end of an epoch."""
     if op != dist.ReduceOp.AVG or tensor.is_floating_point() or async_op:

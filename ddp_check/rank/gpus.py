@@ -24,6 +24,7 @@ from ddp_check.rank.float64 import enter
 from ddp_check.rank.gloo import (
     average_integers,
     gather_any_shape,
+    gather_flat,
     gloo_for,
     normalize_over_all_ranks,
     with_future,
@@ -396,6 +397,7 @@ def pretend_that_the_cpu_is_a_gpu(count):
         if hasattr(dist, name):  # the second one since torch 2.13
             wrap(dist, name, with_future)
     wrap(dist, "all_gather", gather_any_shape)
+    wrap(dist, "all_gather_into_tensor", gather_flat)
     wrap(dist, "all_reduce", average_integers)
     wrap(nn.DataParallel, "__init__", gpus._data_parallel)
     wrap(nn.SyncBatchNorm, "forward", normalize_over_all_ranks)

@@ -335,8 +335,8 @@ class Watcher:
                 self.layers.see_module(module)
             else:  # an evaluation, if no backward() follows
                 self.evaluated = module
-            if type(module).__name__ == "FullyShardedDataParallel":
-                self.steps.now.sharded = True
+            names = {type(part).__name__ for part in module.modules()}
+            self.steps.now.sharded |= "FullyShardedDataParallel" in names
             self.steps.now.tensor_parallel |= w.shares_samples(module, weights)
             if trains:  # in eval() mode it may be an evaluation
                 samples, parts = rows_of(tensors_in(inputs))

@@ -33,7 +33,8 @@ class Shares(torch.optim.SGD):
             share = total[: len(total) // size].clone()
             work = dist.reduce_scatter_tensor(share, total, op=kind, async_op=True)
             work.get_future().wait()
-            work = dist.all_gather_into_tensor(total, share, async_op=True)
+            rows = share.view(-1, 1)  # NCCL looks only at the number of values
+            work = dist.all_gather_into_tensor(total, rows, async_op=True)
             work.get_future().wait()
             weight.data -= 0.1 * total.view_as(weight)
 

@@ -26,6 +26,7 @@ dist.init_process_group("gloo")
 model = mlp()
 if case == "fsdp1":
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    model = nn.Sequential(model)  # as Fabric puts it into a module of its own
 if case == "held":
     held = nn.Sequential(*model)
 if case in ("fsdp2", "unshard", "held"):
