@@ -33,19 +33,22 @@ def first_launch(launcher, report):
             report.say(line("note", "float32", error=words["error"]))
         run = again
     words = run.words()
-    known = re.match(ANYWHERE, words["error"]) or re.search(OF_RANKS, words["why"])
-    unsure = launcher.gpus and not (run.ended_well or run.hangs or known)
-    if unsure or "cannot be imitated" in run.said.get("errors", ""):
+    if "cannot be imitated" in run.said.get("errors", ""):
         report.say(line("note", "imitated", **words))
         return None
     if run.ended_well and not any(run.steps):
         report.say(line("note", "no optimizer"))
         return None
-    if not run.ended_well and not run.hangs:
-        report.title("It fails: again, without being watched")
-        if not fails(launcher, 2 * run.seconds + 30):
-            report.say(line("note", "only here", **words))
-            return None
+    if run.ended_well or run.hangs:
+        return run
+    report.title("It fails: again, without being watched")
+    if not fails(launcher, 2 * run.seconds + 30):
+        report.say(line("note", "only here", **words))
+        return None
+    known = re.match(ANYWHERE, words["error"]) or re.search(OF_RANKS, words["why"])
+    if launcher.gpus and not known:
+        report.say(line("note", "imitated", **words))
+        return None
     return run
 
 
