@@ -119,6 +119,8 @@ class Step:
     fetched: list = dataclasses.field(default_factory=list)  # [Fetch]
     inputs: list = dataclasses.field(default_factory=list)  # rows that the model got
     parts: list = dataclasses.field(default_factory=list)  # of these, as in Fetch.parts
+    # Rows that a DDP object in another module got, which may be its share of them
+    ddp_inputs: list = dataclasses.field(default_factory=list)
     draws: list = dataclasses.field(default_factory=list)  # [Draw]
     # Generators beside torch's (also default_rng(), random.Random() of the script) that
     # have drawn in this step, but not while a loader yielded: {name: state after it}

@@ -44,8 +44,8 @@ class Samples:
         """For each step, the checksums of what the rank has trained on."""
         kind = kind or self.kind
         steps = self.run.steps[rank]
-        if kind == "inputs":
-            return [step.inputs for step in steps]
+        if kind in ("inputs", "ddp_inputs"):
+            return [getattr(step, kind) for step in steps]
         keys = self.keys[rank]
         loaders = list(dict.fromkeys(loader for loader, _ in keys))
         mine = [[fetch for fetch in s.fetched if fetch.key in keys] for s in steps]
@@ -106,7 +106,7 @@ class Samples:
             for step, rows in enumerate(self.of(rank, kind)):
                 for row, count in Counter(rows).items():
                     # Equal rows in a step are no samples, but such as a noise level.
-                    if count == 1 or (kind or self.kind) != "inputs":
+                    if count == 1 or "inputs" not in (kind or self.kind):
                         table.setdefault(row, Counter())[rank, step] = count
         return table
 
@@ -154,9 +154,12 @@ def judge_samples(samples, parts=()):
     unsure = min(samples.data) < 1 and (samples.share_in_step("ids") or 0) >= 0.2
     if unsure and share is not None and share < 0.2:
         share = None  # the same indices, maybe of the same samples with other noise
+    # A module may give its DDP object the rank's share of what it has got.
+    inner = samples.share_in_step("ddp_inputs")
+    takes_share = inner is not None and inner < 0.2
     if share is None:
         found.append(line("note", "no samples"))
-    elif 0.2 <= share and (share < 0.9 or parts):
+    elif 0.2 <= share and (share < 0.9 or parts or takes_share):
         found.append(line("note", "overlap", share=share))
     else:
         found.append(judge(share < 0.2, "samples", share=share))

@@ -294,6 +294,8 @@ class Watcher:
         if wrapped.training and torch.is_grad_enabled() and not self.steps.now.buffers:
             # Before DDP replaces them by rank 0's.
             self.steps.now.buffers = checksums_of_buffers(wrapped.module)
+        if self.modules > 1:
+            self.steps.now.ddp_inputs += rows_of(tensors_in([inputs, named]))[0]
         return forward(wrapped, *inputs, **named)
 
     def see_unshard(self, unshard, module, *args, **named):

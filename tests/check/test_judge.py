@@ -525,14 +525,16 @@ def test_one_process_that_fails_at_the_start_gets_no_other_order(
 
 
 # ---- Samples -------------------------------------------------------------------------
-def samples_of(rank_of_row, count=20, epoch=10, parts=()):
-    """rank_of_row: (rank, step, i) -> the sample."""
+def samples_of(rank_of_row, count=20, epoch=10, parts=(), inner=None):
+    """rank_of_row: (rank, step, i) -> the sample. inner: of DDP in another module."""
     steps = ranks_of(count)
     for rank, of_rank in enumerate(steps):
         for s in of_rank:
             fetch, rows = s.fetched[0], [rank_of_row(rank, s.number, i) for i in (0, 1)]
             fetch.ids = fetch.rows = s.inputs = rows
             fetch.key = (0, s.number // epoch)
+            if inner:
+                s.ddp_inputs = [inner(rank, s.number, i) for i in (0, 1)]
     return lines(judge_samples(Samples(run_of(steps)), parts)[0])
 
 
@@ -545,6 +547,12 @@ def test_samples():
     assert samples_of(lambda rank, step, i: 2 * step + i) == ["WRONG samples"]
     shared = samples_of(lambda rank, step, i: 2 * step + i, parts=["table.0"])
     assert shared[0] == "note overlap"  # by ranks that have parts of the model
+    for share, word in ((1, "note overlap"), (0, "WRONG samples")):
+        found = samples_of(
+            lambda rank, step, i: 2 * step + i,
+            inner=lambda rank, step, i, share=share: (share * rank, step, i),
+        )
+        assert found[0] == word
     repeated = samples_of(lambda rank, step, i: 4 * step + 2 * i + rank * i)
     assert repeated == ["note overlap", "ok order"]
     own_order = samples_of(lambda rank, step, i: (2 * step + i + 7 * rank) % 20)

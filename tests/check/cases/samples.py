@@ -8,6 +8,7 @@
 # case: epoch | note order; ok gradient
 # case: uneven | note order; ok gradient; note uneven first=9 rows="16 and 15"
 # case ci: hand | ok gradient; ok masks
+# case: inside | note overlap; note order; ok gradient
 # case: stream | note order; ok gradient
 # case: shard | ok samples; note order; ok gradient
 # case: lazy | ok samples; ok gradient
@@ -75,11 +76,24 @@ def seeded(epoch):
         yield x, x.sin()
 
 
+class Inside(nn.Module):
+    """It is no DDP object, and gives its own one this rank's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.ddp = DistributedDataParallel(mlp())
+
+    def forward(self, x):
+        return self.ddp(x.view(-1, 2, 8)[:, rank] if size > 1 else x)
+
+
 dist.init_process_group("gloo")
 rows = 32 // size
 options = {"sampler": sampler}
 if case == "looks-first" and rank == 0:  # its loaders have other numbers
     print(*DataLoader(TensorDataset(torch.ones(2))))
+if case == "inside":
+    options = {}
 if case in ("same", "looks-first", "everything"):  # it has no sampler
     torch.manual_seed(rank if case == "everything" else 0)
     options = {"shuffle": True}
@@ -109,6 +123,8 @@ if case == "views":  # of a tensor of 64 MB
     views = [large[i * 32 + rank * rows :][:rows, :8] for i in range(20)]
     loader = DataLoader(views, batch_size=None)
 wrapped = DistributedDataParallel(mlp(nn.Tanh(), nn.Dropout(0.2 * (case == "hand"))))
+if case == "inside":
+    wrapped = Inside()
 optimizer = torch.optim.Adam(wrapped.parameters(), 0.01)
 if case == "rows":  # a pretrained model may be in eval() mode
     wrapped.eval()
@@ -134,6 +150,8 @@ for epoch in range(2):
         if case == "hand":
             torch.manual_seed(100 * i + rank)
             x, y = x[rank::size], y[rank::size]
+        if case == "inside" and size > 1:
+            y = y.view(-1, 2, 8)[:, rank]
         optimizer.zero_grad()
         mse(wrapped(x), y).backward()
         optimizer.step()
