@@ -275,7 +275,8 @@ def main(arguments=None):
         if isinstance(error, OwnFault):
             text = f"Traceback of a rank:\n{error}"
         report.print(text)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     keeps = code in (WRONG, NOT_JUDGED, FAULT)
     guardian.end(keeps)
     if code == INTERRUPTED:
