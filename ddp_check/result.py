@@ -55,16 +55,13 @@ class Run:
 
     @property
     def idle(self):
-        """Weights that no optimizer has and no step changes, as of a model that was
-        only tried."""
+        """Weights that no optimizer has and no step changes. A model was only tried."""
         idle = []
         for of_rank in self.traces:
-            began = {
-                n: bits for start in of_rank.starts for n, bits in start.bits.items()
-            }
-            trained = {n for step in of_rank.steps for n in step.trained}
+            began = of_rank.began
+            trained = {name for step in of_rank.steps for name in step.trained}
             changed = {
-                n for bits in of_rank.bits for n in bits if bits[n] != began.get(n)
+                n for bits in of_rank.bits for n, _ in bits.items() - began.items()
             }
             idle.append(began.keys() - trained - changed)
         return set.intersection(*idle) if idle else set()

@@ -240,7 +240,7 @@ help: All launches share this file, and may resume from each other's. Let it sav
 bad: not judged: stopping and resuming, which needs three steps
 [again] resume
 bad: launched again, it fails: {error}
-help: {hint}{why}
+help: {why}
 [no rest] resume
 bad: launched again, it makes {made} steps, and {left} were left
 help: {detail} Does it skip batches in each epoch, train again on those before the save,

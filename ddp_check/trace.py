@@ -33,7 +33,7 @@ class LaunchOptions:
     steps: int = 0  # leave after so many steps; 0: run to the end
     float64: bool = True
     gpus: int = 0  # pretend to have so many GPUs on this machine; 0: none
-    watched: bool = True  # False: only run it, in float32
+    watched: bool = True  # False: only run it, in its own precision
     probe: bool = False  # leave early if it plainly trains alone for want of a GPU
     record: str = ""  # write the tensors of this launch to this folder
     # Compare each step with the launch that was recorded in this folder, of `ranks`
@@ -186,6 +186,11 @@ class RankTrace:
     starts: list = dataclasses.field(default_factory=list)
     steps: list = dataclasses.field(default_factory=list)
     end: End | None = None
+
+    @property
+    def began(self):
+        """The checksums of the weights when they were first seen."""
+        return {name: bits for one in self.starts for name, bits in one.bits.items()}
 
     @property
     def bits(self):

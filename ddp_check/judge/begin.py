@@ -1,5 +1,4 @@
-"""The first launch, of two ranks: in float64 if that works, with pretended GPUs if it
-asks for them."""
+"""The first launch: does the script start, and under which conditions?"""
 
 import dataclasses
 import re
@@ -23,8 +22,8 @@ def first_launch(launcher, report):
         report.say(line("note", "spawns"))
         return None
     # A rank that has failed may leave the other one waiting.
-    failed = "Traceback" in run.said.get("errors", "")
-    if not run.ended_well and (failed or not run.hangs):
+    raised = "Traceback" in run.said.get("errors", "")
+    if not run.ended_well and (raised or not run.hangs):
         launcher.float64 = False
         report.title("It fails: again, in float32")
         again = with_gpus(launcher, report, record(launcher, "2-ranks-float32"))
@@ -53,7 +52,7 @@ def first_launch(launcher, report):
 
 
 def fails(launcher, timeout):
-    """Whether it fails as well if the check leaves torch as it is."""
+    """Whether it also fails without being watched."""
     try:
         run = launcher.start("2-ranks-unwatched", watched=False).end(timeout)
     except TooSlow:  # it went on, and has not failed
@@ -86,8 +85,8 @@ def with_gpus(launcher, report, run):
     errors = re.findall(r"(?m)^\S*Error: .*", run.said.get("errors", ""))
     said = "\n".join([run.why(), *errors])
     wants = re.search(wanted, said, re.IGNORECASE | re.MULTILINE)
-    failed = not steps and not run.hangs
-    if launcher.gpus or not (failed and wants or alone and asks):
+    fails_early = not steps and not run.hangs
+    if launcher.gpus or not (fails_early and wants or alone and asks):
         return run
     launcher.gpus = True
     report.title("It asks for GPUs: again, with a CPU that pretends to be one")

@@ -96,8 +96,9 @@ def judge_run(run, parts=()):
     strange = not_finite(run)
     if strange:
         return [*found, strange], False, False
-    moved = [name for step in one for name in changed(run, step)]
-    found.append(judge(bool(moved), "moves", steps=len(one)))
+    began = run.traces[0].began
+    moved = any(step.bits.get(n) != began.get(n) for step in one for n in step.trained)
+    found.append(judge(moved, "moves", steps=len(one)))
     if not moved:
         return found, False, False
     found.append(judge(not run.stayed, "left", pids=run.stayed))
@@ -176,14 +177,6 @@ def not_finite(run):
         values["when"] = f"from step {steps[0]} on"
         values["hint"] = "Is the learning rate too high?"
     return line("WRONG", "finite", **values)
-
-
-def changed(run, step):
-    """The trained weights that are not as they were when they were first seen."""
-    began = {
-        n: bits for start in run.traces[0].starts for n, bits in start.bits.items()
-    }
-    return [n for n in step.trained if step.bits.get(n) != began.get(n)]
 
 
 def normalizes(run):

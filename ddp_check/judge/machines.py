@@ -101,19 +101,21 @@ def judge_bits(launcher, report, run, two):
         return finding
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")
-    return line("WRONG" if is_known(two, run) else "note", "machines")
+    return line("WRONG" if is_fault(two, run) else "note", "machines")
 
 
-def is_known(one, two):
-    """Whether the same inputs and random numbers train differently on two machines, or
-    only their ranks have the same seed.
+def is_fault(one, two):
+    """Whether two machines train differently on the same inputs and random numbers, or
+    only there both ranks have the same seed.
 
     Otherwise one rank of each machine may have evaluated, which draws a number.
     """
-    steps = list(zip(zip(*one.steps), zip(*two.steps)))
-    other = next(pair for pair in steps if pair[0][0].bits != pair[1][0].bits)
-    had = [[(step.inputs, step.draws) for step in ranks] for ranks in other]
-    return had[0] == had[1] or [one_seed(ranks) for ranks in other] == [False, True]
+    for ranks in zip(zip(*one.steps), zip(*two.steps)):
+        bits = [[step.bits for step in of_run] for of_run in ranks]
+        if bits[0] != bits[1]:
+            had = [[(step.inputs, step.draws) for step in of_run] for of_run in ranks]
+            return had[0] == had[1] or [*map(one_seed, ranks)] == [False, True]
+    return True  # the number of steps is another one
 
 
 def one_seed(steps):

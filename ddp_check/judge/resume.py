@@ -11,7 +11,6 @@ from ddp_check.judge.begin import reference
 from ddp_check.judge.printed import judge_printed_again
 from ddp_check.judge.samples import Samples
 from ddp_check.launch import TooSlow
-from ddp_check.result import FILE_HINT
 from ddp_check.rows import judge, line
 
 SAME_WEIGHTS = 1e-6  # of a relaunch, relative to how far they have come
@@ -124,10 +123,7 @@ def judge_resume(two, run, again, cut):
         # It may refuse, so as to overwrite nothing.
         refuses = re.search("exists|not empty", again.words()["error"])
         word = "LOSES" if refuses and not any(again.steps) else "WRONG"
-        finding = line(word, "again", **again.words())
-        if finding.values["hint"] == FILE_HINT:  # this one runs in the same folder
-            finding.values["hint"] = ""
-        return [finding]
+        return [line(word, "again", **again.words())]
     if not all(again.steps):
         values = {"made": 0, "left": len(expected) - len(made), "detail": ""}
         return [line("WRONG", "no rest", **values)]

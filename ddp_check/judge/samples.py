@@ -5,6 +5,8 @@ from collections import Counter
 
 from ddp_check.rows import judge, line
 
+OF_MODULES = "inputs", "ddp_inputs"  # kinds: what a module gets
+
 
 def trained_on(steps):
     """(loader, iteration) of what a rank trains on, and not only evaluates."""
@@ -44,7 +46,7 @@ class Samples:
         """For each step, the checksums of what the rank has trained on."""
         kind = kind or self.kind
         steps = self.run.steps[rank]
-        if kind in ("inputs", "ddp_inputs"):
+        if kind in OF_MODULES:
             return [getattr(step, kind) for step in steps]
         keys = self.keys[rank]
         loaders = list(dict.fromkeys(loader for loader, _ in keys))
@@ -106,7 +108,7 @@ class Samples:
             for step, rows in enumerate(self.of(rank, kind)):
                 for row, count in Counter(rows).items():
                     # Equal rows in a step are no samples, but such as a noise level.
-                    if count == 1 or "inputs" not in (kind or self.kind):
+                    if count == 1 or (kind or self.kind) not in OF_MODULES:
                         table.setdefault(row, Counter())[rank, step] = count
         return table
 

@@ -73,6 +73,8 @@ def is_of_other_type(value):
 
 
 def enter(mode):
+    if not MODES:
+        hide_modes()
     MODES.append(mode)
     mode.__enter__()
 

@@ -15,7 +15,7 @@ def gather_any_shape(gather, tensor_list, tensor, *args, **kwargs):
 
 
 def gather_flat(gather, output_tensor, input_tensor, *args, **kwargs):
-    """So does all_gather_into_tensor()."""
+    """all_gather_into_tensor(): the output may be flat, or have one more dimension."""
     return gather(output_tensor.view(-1), input_tensor.view(-1), *args, **kwargs)
 
 

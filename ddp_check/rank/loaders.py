@@ -56,6 +56,7 @@ class Loaders:
             wrap(cls, name, self.see_iterator)
 
     def see_iterator(self, make, loader):
+        """Where DataLoader.__iter__() does not call it, the loader has its own."""
         if self.iterates:
             return make(loader)
         batches = self.see_iteration(make, loader)
@@ -169,14 +170,14 @@ class Batches:
 
 
 class Given(Batches):
-    """The same in a replay. batches are those of all ranks."""
+    """The same in a replay, with the batches of all ranks."""
 
-    def __init__(self, batches, iterator):
-        self.batches = batches
+    def __init__(self, given, iterator):
+        self.given = given
         self.iterator = iterator
 
     def __next__(self):
-        return next(self.batches)
+        return next(self.given)
 
 
 def fingerprint(loader):

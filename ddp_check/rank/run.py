@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ddp_check import trace
-from ddp_check.rank.float64 import cast_everything, hide_modes
+from ddp_check.rank.float64 import cast_everything
 from ddp_check.rank.generators import seed_all
 from ddp_check.rank.patch import MEETS, private, wrap
 from ddp_check.rank.watch import Watcher
@@ -37,7 +37,6 @@ def run(words):
         os.dup2(os.open(folder / name, flags), descriptor)
     # Without a seed each launch would differ. A seed in the script replaces this one.
     seed_all(rank)
-    hide_modes()
     gpus = None
     if options.gpus:
         from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
@@ -46,7 +45,8 @@ def run(words):
     wrap(torch.multiprocessing, "start_processes", refuse_to_spawn)
     wrap(torch.multiprocessing, "spawn", refuse_to_spawn)
     wrap(torch, "compile", compile_nothing)
-    # Accelerate calls the CPU cpu:0, which torch.load() does not know as a place.
+    # Accelerate calls the CPU cpu:0, which torch.load() does not know as a place. (No
+    # other package may have the same priority.)
     torch.serialization.register_package(1, lambda storage: None, stay_on_cpu)
     module, code, sys.argv = prepare(words)
     if options.watched:

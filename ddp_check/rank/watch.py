@@ -291,11 +291,12 @@ class Watcher:
     def see_ddp(self, forward, wrapped, *inputs, **named):
         self.groups.add(wrapped.process_group)
         self.steps.now.ddp_forwards += dist.get_world_size() > 1
-        if wrapped.training and torch.is_grad_enabled() and not self.steps.now.buffers:
-            # Before DDP replaces them by rank 0's.
-            self.steps.now.buffers = checksums_of_buffers(wrapped.module)
-        if self.modules > 1:
-            self.steps.now.ddp_inputs += rows_of(tensors_in([inputs, named]))[0]
+        now = self.steps.now
+        if wrapped.training and torch.is_grad_enabled():
+            if not now.buffers:  # before DDP replaces them by rank 0's
+                now.buffers = checksums_of_buffers(wrapped.module)
+            if self.modules > 1:
+                now.ddp_inputs += rows_of(tensors_in([inputs, named]))[0]
         return forward(wrapped, *inputs, **named)
 
     def see_unshard(self, unshard, module, *args, **named):

@@ -17,15 +17,7 @@ import torch
 
 from ddp_check import __main__ as command
 from ddp_check import rows, trace
-from ddp_check.judge import (
-    alone,
-    begin,
-    compare,
-    first,
-    machines,
-    printed,
-    resume,
-)
+from ddp_check.judge import alone, begin, compare, first, machines, printed, resume
 from ddp_check.judge.compare import Different, Excused, Same
 from ddp_check.judge.samples import Samples, judge_samples, trained_on
 from ddp_check.launch import TooSlow, processes_of
@@ -903,14 +895,6 @@ def fail(again, stopped):
     again.codes, again.said = [1], {"errors": "KeyError: 'worst'"}
 
 
-def test_a_relaunch_that_misses_a_file_has_no_other_folder():
-    def miss(again, stopped):
-        again.codes, again.said = [1], {"errors": "FileNotFoundError: 'x.pt'"}
-
-    (finding,) = resumed(change=miss)
-    assert finding.row == "again" and not finding.values["hint"]
-
-
 def refuse(again, stopped):
     fail(again, stopped)
     again.said = {"errors": "FileExistsError: File exists: 'once'"}
@@ -1085,6 +1069,28 @@ def test_the_set_up_of_a_relaunch_may_draw():
         again.steps[0][0].other_draws = {"numpy.random": 1}
 
     assert lines(resumed(change=seed)) == ["LOSES lost", "ok rest"]
+
+
+def test_a_relaunch_that_misses_a_file_has_no_other_folder():
+    def miss(again, stopped):
+        again.codes, again.said = [1], {"errors": "FileNotFoundError: 'x.pt'"}
+
+    (finding,) = resumed(change=miss)
+    assert finding.row == "again" and finding.values["hint"]
+    assert "--link" not in rows.as_text(finding)
+
+
+def test_a_model_that_was_only_tried_may_differ_between_ranks():
+    two = run_of(ranks_of())
+    for rank, of_rank in enumerate(two.traces):
+        of_rank.starts.append(Start(0, {"tried": rank}, True))
+        for step in of_rank.steps:
+            step.bits = step.bits | {"tried": rank}
+    assert two.idle == {"tried"}
+    assert lines(first.judge_run(two)[0])[-1] == "ok weights"
+    assert "note left out" not in lines(resumed(two=two))
+    two.steps[0][3].bits["tried"] = 7  # rank 0 changes it
+    assert two.idle == set() and lines(first.judge_run(two)[0])[-1] == "WRONG weights"
 
 
 def test_without_a_loader_the_inputs_are_the_samples():
@@ -1310,13 +1316,14 @@ def test_numbers_that_one_rank_of_each_machine_draws():
     one, two = run_of(ranks_of()), run_of(ranks_of())
     for s in [*two.steps[0][3:], *two.steps[1][3:]]:
         s.bits = {"last": -1}
-    assert machines.is_known(one, two)
+    assert machines.is_fault(one, two)
     two.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 1)]
-    assert not machines.is_known(one, two)
+    assert not machines.is_fault(one, two)
     two.steps[0][3].draws = [Draw("bernoulli_", [4], 1, 1)]
-    assert machines.is_known(one, two)  # the seeds of the ranks are the same
+    assert machines.is_fault(one, two)  # the seeds of the ranks are the same
     one.steps[0][3].draws = one.steps[1][3].draws = [Draw("bernoulli_", [4], 1, 2)]
-    assert not machines.is_known(one, two)  # also on one machine
+    assert not machines.is_fault(one, two)  # also on one machine
+    assert machines.is_fault(one, run_of([steps[:3] for steps in one.steps]))
 
 
 # ---- Printed numbers -----------------------------------------------------------------

@@ -832,6 +832,21 @@ if rank != 1:
     for tensor, all_rows in ((y, expected), (x.grad, rows.grad)):
         assert torch.allclose(tensor.transpose(0, 1).flatten(1).t(), all_rows[mine])
 """
+HIDDEN = """
+from ddp_check.rank.float64 import cast_everything
+cast_everything(torch.float64)
+from torch.overrides import (
+    has_torch_function as one_of,
+    has_torch_function_unary as unary,
+    has_torch_function_variadic as variadic,
+)
+class Own(torch.Tensor):
+    pass
+plain, own = torch.ones(2), torch.ones(2).as_subclass(Own)
+weight = nn.Parameter(plain)
+assert not (one_of((plain, weight, 1)) or unary(plain) or variadic(plain, weight))
+assert one_of((plain, own)) and unary(own) and variadic(plain, own)
+"""
 AT_ONCE = """
 import os, socket
 from ddp_check.rank.run import write_at_once
@@ -925,7 +940,7 @@ def test_one_process_keeps_the_number_of_ranks():
 @pytest.mark.parametrize(
     "code",
     [
-        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE, AT_ONCE),
+        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE, HIDDEN, AT_ONCE),
         RANKS.format(SYNC_NORM + GATHER + DDP_INSIDE),
         WATCHED + GPU_ASKED_FOR.format("torch.accelerator.is_available()"),
         WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
