@@ -8,8 +8,9 @@
 
 It needs Linux and torch, nothing else. Each launch runs in a folder of its own: pass
 data as absolute paths, or with --link. In the arguments, {out} becomes the path of a
-folder that a launch and its relaunch share, {ranks} the number of ranks, {32} the
-number 32 divided by it, and ${local_rank} the LOCAL_RANK.
+folder that a launch and its relaunch share, {ranks} the number of ranks, {local_ranks}
+that of a machine, {32} the number 32 divided by the ranks, and ${local_rank} the
+LOCAL_RANK.
 
 First it runs the script on two ranks, in float64, and records on each rank which
 batches the DataLoaders yield and which random numbers are drawn. Then it replays both

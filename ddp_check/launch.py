@@ -111,7 +111,8 @@ class Launch:
             words += [f"--node-rank={machine}"] * (machines > 1)
             # Without --, torchrun would read options of the script as its own.
             words += ["--", f"{PACKAGE}/__main__.py", *launcher.script]
-            words += [fill_in(word, ranks, folder) for word in launcher.arguments]
+            given = ranks, of_machine, folder
+            words += [fill_in(word, *given) for word in launcher.arguments]
             said = self.log / f"torchrun{machine}"
             more = environment | {"TMPDIR": str(temporary)}
             arguments = words, folder, said, more, launcher.pipe
@@ -343,8 +344,9 @@ def link(paths, folder):
             place.symlink_to(path.resolve())
 
 
-def fill_in(word, ranks, folder):
+def fill_in(word, ranks, of_machine, folder):
     """{32} becomes 32 divided by the ranks, {ranks} their number, {out} a folder."""
     word = re.sub(r"\{(\d+)\}", lambda number: str(int(number[1]) // ranks), word)
     word = word.replace("{ranks}", str(ranks))
+    word = word.replace("{local_ranks}", str(of_machine))
     return word.replace("{out}", str(folder / "out"))

@@ -13,7 +13,7 @@ the script make the folders that it writes to.
 HINTS = {  # what helps if its traceback has this
     r"cuda:-1|but got: None": "Torchrun does not pass --local_rank: see --help.\n",
     r"/check-\w+/t\d+/": "It is in TMPDIR. Each machine has a new one here.\n",
-    r"each machine has its own": "Leave MASTER_ADDR and MASTER_PORT to torchrun.\n",
+    r"each machine has its own": "Leave the address of the ranks to torchrun.\n",
 }
 # What torchrun says of a rank that says nothing, as when there is no memory left
 ENDED = r"Root Cause.*?rank +: (\d+) .*?\((SIG(?:SEGV|KILL|BUS|ILL|FPE))\)"
@@ -103,7 +103,7 @@ class Run:
         lines = [line for line in why.splitlines()[1:] if line.strip(" ^~")]
         *_, code, last = ["", "it says nothing", *lines]
         if ":" not in last and code.startswith("    "):  # assert x == y
-            last += f": {code.strip()}"
+            last += f" in {code.strip()}"
         if self.hangs:
             last = f"it does not end within {self.timeout:.0f} s"
         missing = re.search("No such file|not found|FileNotFound", why)

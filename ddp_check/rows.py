@@ -56,7 +56,7 @@ help: Without that, the same launch does not fail. Please report this.
 help: {why}
 [imitated]
 bad: not judged: anything else. On a CPU that pretends to be a GPU, it fails: {error}
-help: So it may need real GPUs.
+help: Either it needs real GPUs, or the error is its own.
 help: {why}
 [alone] gradients
 ok: the ranks train together
@@ -175,7 +175,7 @@ bad: {ranks} ranks: in step {first} the ranks have {rows} samples
 help: DDP gives each rank the same weight, so a sample counts more on a rank with fewer:
      {off:.0e}. If it matters and all ranks have as many samples, use drop_last=True.
 [not replayed] gradients
-bad: not judged: the gradients of {ranks} ranks
+bad: not judged: the gradients of {ranks} ranks in {left} of {steps} steps
 help: {reason}
 [alone weights] gradients
 ok: one process alone trains to the same weights: {off:.0e}
@@ -240,7 +240,7 @@ help: All launches share this file, and may resume from each other's. Let it sav
 bad: not judged: stopping and resuming, which needs three steps
 [again] resume
 bad: launched again, it fails: {error}
-help: {why}
+help: {hint}{why}
 [no rest] resume
 bad: launched again, it makes {made} steps, and {left} were left
 help: {detail} Does it skip batches in each epoch, train again on those before the save,
@@ -293,6 +293,10 @@ help: {why}
 [machines start] samples
 bad: on two machines it fails: {error}
 help: {hint}{why}
+[machine ranks]
+bad: not judged: two machines. It fails, and may expect two ranks on each: {error}
+help: If {{ranks}} in its arguments is the number of ranks or GPUs of a machine, pass
+     {{local_ranks}} instead. In a configuration, leave that number out.
 [machines] samples
 ok: it trains as two ranks on one machine do
 bad: on two machines it trains differently from two ranks on one

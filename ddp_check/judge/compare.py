@@ -76,8 +76,7 @@ class Verdict:
     before: int = 0  # steps before it that are the same
     different: Different | None = None  # the one that says most, in the step `step`
     step: int | None = None
-    reason: str = ""  # why most of the others were excused
-    excused: int = 0  # for this reason
+    excused: list = dataclasses.field(default_factory=list)
     uneven: tuple | None = None  # (step, rows of the ranks, distance)
 
     @property
@@ -88,10 +87,22 @@ class Verdict:
     def right(self):
         return not self.wrong and 2 * self.same > self.steps
 
+    @property
+    def reason(self):
+        """Why most of the others were excused. Uneven rows have a line of their own."""
+        reasons = Counter(one.reason for one in self.left)
+        for reason, count in reasons.most_common(1):
+            several = len(reasons) > 1
+            return f"{reason} (in {count} of these steps)" if several else reason
+        return ""
+
+    @property
+    def left(self):
+        return [one for one in self.excused if not (self.right and one.rows)]
+
 
 def summarize(verdicts):
     verdict = Verdict(len(verdicts))
-    reasons = Counter()
     for number, one in enumerate(verdicts):
         if isinstance(one, Same):
             verdict.same += 1
@@ -104,11 +115,9 @@ def summarize(verdicts):
             if not verdict.wrong or (one.scales and not verdict.different.scales):
                 verdict.step, verdict.different = number, one
         else:
-            reasons[one.reason] += 1
+            verdict.excused.append(one)
             if one.rows and verdict.uneven is None:
                 verdict.uneven = (number, one.rows, one.distance)
-    if reasons:
-        verdict.reason, verdict.excused = reasons.most_common(1)[0]
     return verdict
 
 
@@ -291,11 +300,11 @@ def filled_up(ranks, one, context):
 # (the excuse, whether it also explains a gradient that is exactly some times as large)
 EXCUSES = [
     (other_generators, False),
+    (no_loader, False),
     (has_problems, False),
     (has_hook, False),
     (other_calls, True),
     (other_turns, False),
-    (no_loader, False),
     (batched_again, False),
     (filled_up, False),
 ]

@@ -258,7 +258,8 @@ def missing(run, one):
     if not one.ended_well and end and end.problems:
         return f"One process cannot get what the ranks had: {end.problems[0]}."
     if not one.ended_well:
-        return f"One process fails: {one.words()['error'].rstrip('.')}."
+        error = one.words()["error"].rstrip(".")
+        return f"One process with what the ranks had fails: {error}."
     if not one.steps[0]:
         return "One process makes no step."
     if "cut" in run.marks():
@@ -285,14 +286,15 @@ def judge_gradients(verdict, run, one):
             reason += (
                 "To know it, divide the batch size by the ranks: --batch_size {32}."
             )
+            values["left"] = verdict.steps - verdict.before
             return [line("note", "not replayed", reason=reason, **values)]
         return [line("WRONG", "later gradient" if later else "gradient", **values)]
     found = []
     if verdict.right:
         found.append(line("ok", "gradient", off=verdict.off, **values))
-    else:
-        reason = f"{verdict.reason} ({verdict.excused} of {verdict.steps} steps)"
-        found.append(line("note", "not replayed", reason=reason, **values))
+    if verdict.left:
+        values |= {"left": len(verdict.left), "reason": verdict.reason}
+        found.append(line("note", "not replayed", **values))
     if verdict.uneven:
         step, rows, off = verdict.uneven
         values |= {"first": step, "rows": " and ".join(map(str, rows)), "off": off}

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 
 from ddp_check.judge import begin, compare
 from ddp_check.launch import TooSlow
@@ -13,6 +14,8 @@ RACE_HINT = """\
 The same command has run before. Do all ranks make a file or a folder, or
 read what rank 0 writes, without waiting for each other?
 """
+# What Lightning says if it is told a number of GPUs for each machine
+OF_MACHINE = "devices=.*num_nodes="
 ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors", ".pkl"
 
 
@@ -44,7 +47,8 @@ def check(launcher, report, run, answer):
         launch = launcher.start("machines-shared", machines=2, folders=[folder] * 2)
         with contextlib.suppress(TooSlow):
             shared = launch.end(timeout=20 + 5 * two.seconds)
-    found, trained = judge_start(run, shared)
+    told = any("{ranks}" in word for word in launcher.arguments)
+    found, trained = judge_start(run, shared, told)
     report.say(*found)
     if trained is None:
         return
@@ -57,8 +61,11 @@ def check(launcher, report, run, answer):
         report.say(*judge_files([folder.parent for folder in trained.folders]))
 
 
-def judge_start(run, shared):
-    """(the findings, the run that has trained or None)."""
+def judge_start(run, shared, told=False):
+    """(the findings, the run that has trained or None).
+
+    told: its arguments have the number of ranks, perhaps as that of a machine.
+    """
     if run.trained:
         return [], run
     words = run.words()
@@ -70,6 +77,9 @@ def judge_start(run, shared):
         return [line("note", "imitated", **words)], None
     if run.ended_well:
         return [line("note", "no step", what="two machines")], None
+    told = told and "invalid device ordinal" not in words["error"]
+    if told or re.search(OF_MACHINE, words["error"]):
+        return [line("note", "machine ranks", **words)], None
     words["hint"] = words["hint"] or RANKS_HINT
     return [line("WRONG", "machines start", **words)], None
 

@@ -15,6 +15,12 @@ from ddp_check.rows import judge, line
 
 SAME_WEIGHTS = 1e-6  # of a relaunch, relative to how far they have come
 SAME_FILES = 1e-4  # of what is saved beside them
+# What loaders say of a file of which a part is missing, or all
+CUT_OFF = "EOFError|central directory|truncated|deserializing header|JSONDecode"
+CUT_HINT = """\
+A file seems to be cut off: the kill came while it was saved. Save under
+another name in the same folder, then os.replace() the old file.
+"""
 MOST_BYTES = 2**30  # of a saved file that is compared
 
 
@@ -123,7 +129,10 @@ def judge_resume(two, run, again, cut):
         # It may refuse, so as to overwrite nothing.
         refuses = re.search("exists|not empty", again.words()["error"])
         word = "LOSES" if refuses and not any(again.steps) else "WRONG"
-        return [line(word, "again", **again.words())]
+        values = again.words()
+        cut_off = re.search(CUT_OFF, values["why"])
+        values["hint"] = CUT_HINT if run.name == "kill" and cut_off else ""
+        return [line(word, "again", **values)]
     if not all(again.steps):
         values = {"made": 0, "left": len(expected) - len(made), "detail": ""}
         return [line("WRONG", "no rest", **values)]

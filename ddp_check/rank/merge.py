@@ -222,7 +222,7 @@ class Merge:
         shapes = dict.fromkeys(str(list(part.shape)) for part in parts)
         of_ranks = f"on the ranks {' and '.join(shapes)}"
         if parts[0].shape == shape:
-            of_ranks = "others on each rank"
+            of_ranks = "other numbers on each rank"
         self.notes.problems.append(f"{text} {of_ranks}")
         return None
 

@@ -354,6 +354,10 @@ def test_lines_on_gradients():
     excused = [Excused("It is so.")]
     assert gradient_lines(excused * 9 + off) == ["WRONG gradient"]
     assert gradient_lines(excused) == ["note not replayed"]
+    # A step that was not judged is said, once: unequal rows have their own line.
+    assert gradient_lines(same + excused) == ["ok gradient", "note not replayed"]
+    uneven = [Excused("Unequal.", [2, 1], 0.1)]
+    assert gradient_lines(same + uneven) == ["ok gradient", "note uneven"]
     run = run_of(ranks_of())
     run.steps[1][3].buffers = {"center": 1}
     found = first.judge_gradients(compare.summarize(off), run, run)
@@ -508,7 +512,7 @@ def test_one_process_that_fails_at_the_start_gets_no_other_order(
 
     def replay_in_order(launcher, report, run, samples, order):
         orders.append(order)
-        verdict = compare.Verdict(20, len(steps), reason="One process fails: no.")
+        verdict = compare.Verdict(20, len(steps), excused=[Excused("It fails.")])
         return first.Replayed(verdict, failed, order)
 
     monkeypatch.setattr(first, "replay_in_order", replay_in_order)
@@ -1076,8 +1080,17 @@ def test_a_relaunch_that_misses_a_file_has_no_other_folder():
         again.codes, again.said = [1], {"errors": "FileNotFoundError: 'x.pt'"}
 
     (finding,) = resumed(change=miss)
-    assert finding.row == "again" and finding.values["hint"]
-    assert "--link" not in rows.as_text(finding)
+    assert finding.row == "again" and "--link" not in rows.as_text(finding)
+
+
+@pytest.mark.parametrize("action, says", [("kill", True), ("stop", False)])
+def test_a_kill_may_come_while_a_file_is_saved(action, says):
+    def cut_off(again, stopped):
+        stopped.name = action
+        again.codes, again.said = [1], {"errors": "EOFError: Ran out of input"}
+
+    (finding,) = resumed(change=cut_off)
+    assert ("cut off" in rows.as_text(finding)) == says
 
 
 def test_a_model_that_was_only_tried_may_differ_between_ranks():
@@ -1301,6 +1314,12 @@ def test_two_machines():
     other = run_of(ranks_of(0), codes=[1, 1], said={"errors": "error: cuda:1"})
     assert machines.judge_start(failed, other)[0][0].values["error"] == "error: cuda:1"
     assert lines(machines.judge_start(ended, None)[0]) == ["note no step"]
+    # It may have been told a number of GPUs for each machine.
+    assert lines(machines.judge_start(failed, None, True)[0]) == ["note machine ranks"]
+    said = {"errors": "RuntimeError: invalid device ordinal: cuda:1"}
+    other = run_of(ranks_of(0), codes=[1, 1], said=said)
+    found, _ = machines.judge_start(other, None, True)
+    assert lines(found) == ["WRONG machines start"]
     assert lines(machines.judge_machines(right, Samples(right))[0]) == ["ok machines"]
     alone = run_of(ranks_of(ddp_forwards=0))
     found, unsure = machines.judge_machines(alone, Samples(right))
@@ -1522,7 +1541,7 @@ def test_a_hang_says_where_the_ranks_wait():
     [
         ("[Errno 2] No such file or directory: 'data.pt'", "a new folder"),
         ("[Errno 2] No such file or directory: '/x/check-a1_/t10/w.pt'", "TMPDIR"),
-        ("each machine has its own localhost:12355", "MASTER_ADDR"),
+        ("each machine has its own localhost:12355", "the address"),
         ("LocalEntryNotFoundError: the Hub does not answer", ""),
     ],
 )

@@ -362,11 +362,13 @@ def test_random_numbers_are_joined(merge):
     joined = merge.draw("randperm", torch.empty(4), 4, [(2, order), (2, order)])
     assert joined.tolist() == [1, 0, 3, 2]
     assert merge.draw("rand", a, 0, [(0, a), (0, b)]) is None
-    problem = "torch.rand() draws [8, 2] on one process, and others on each rank"
+    problem = "torch.rand() draws [8, 2] on one process, and other numbers on each rank"
     assert merge.take_notes().problems == [problem]
     ones = [(0, a[0, 0]), (0, b[0, 0])]
     assert merge.draw("rand", a[0, 0], 0, ones) is None
-    problem = "torch.rand() draws one number on one process, and others on each rank"
+    problem = (
+        "torch.rand() draws one number on one process, and other numbers on each rank"
+    )
     assert merge.take_notes().problems == [problem]
     assert merge.draw("rand", both[:9], 0, [(0, a), (0, both[:7])]) is None
     shapes = "[9, 2] on one process, and on the ranks [8, 2] and [7, 2]"

@@ -4,8 +4,7 @@
 # case: 5-for-all | note not replayed
 # case: 4-for-all contrast | ok gradient; note alone differs | alone
 # case: pieces | note not replayed reason="One process cannot get what the ranks had:
-#     torch.bernoulli_(), which some ranks or one process draw more often. (20 of 20
-#     steps)"
+#     torch.bernoulli_(), which some ranks or one process draw more often." left=20
 from common import *
 
 dist.init_process_group("gloo")

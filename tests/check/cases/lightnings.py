@@ -1,6 +1,8 @@
 # Lightning's Trainer, and its Fabric.
 # needs: lightning
 # case ci: trainer | ok gradient
+# case: trainer {ranks} | ok gradient; note machine ranks | machines
+# case: trainer {local_ranks} | ok gradient; ok machines | machines
 # case: fabric | ok gradient
 import lightning
 from common import *
@@ -24,7 +26,8 @@ if case == "trainer":
     off = dict.fromkeys(
         ["logger", "enable_checkpointing", "enable_progress_bar"], False
     )
-    lightning.Trainer(max_epochs=2, **off).fit(Model(), loader)
+    devices = int(sys.argv[2]) if sys.argv[2:] else "auto"
+    lightning.Trainer(max_epochs=2, devices=devices, **off).fit(Model(), loader)
 if case == "fabric":
     fabric = lightning.Fabric()
     fabric.launch()
