@@ -301,9 +301,16 @@ def run_in_rank(words):
     """torchrun has started this process: see launch.py."""
     path = Path(os.environ["CHECK_LOG"], f"rank{os.environ['RANK']}.stack")
     faulthandler.register(STACK_SIGNAL, open(path, "w"), all_threads=False)
+    from ddp_check.rank.patch import wrap
     from ddp_check.rank.run import run
 
+    wrap(signal, "signal", keep_stack_signal)
     run(words)
+
+
+def keep_stack_signal(set_handler, number, handler):
+    """Lightning sets all signals back to what Python knows of, which is not this."""
+    return None if number == STACK_SIGNAL else set_handler(number, handler)
 
 
 if __name__ == "__main__":

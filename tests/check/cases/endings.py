@@ -58,6 +58,8 @@ if case == "needs-two":
 if case == "left":
     subprocess.Popen(["sleep", "1000"])
 if case == "deadlock":
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.getsignal(number))  # as Lightning does at its end
     threading.Thread(target=spin, daemon=True).start()
 if case == "dump" and rank == 0:
     faulthandler.register(signal.SIGTERM, chain=True)
