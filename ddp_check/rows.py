@@ -89,11 +89,11 @@ help: All ranks need the same number of batches. Under Join they may differ, but
 [weights] gradients
 ok: all ranks have the same weights after each step
 bad: the weights of the ranks differ from step {first} on
-help: Is each loss computed with the DDP object, not with the model inside it? Is the
-     last forward() or backward() of a step under no_sync()? Does one forward() serve
-     two calls of backward(), as in a GAN? DDP averages only in the first. Are the
-     learning rates the same on all ranks? Does a rank change weights by itself, such as
-     an initialization from its data?
+help: {names}Is each loss computed with the DDP object, not with the model inside it? Is
+     a part of the model outside of it? Is the last forward() or backward() of a step
+     under no_sync()? Does one forward() serve two calls of backward(), as in a GAN? DDP
+     averages only in the first. Are the learning rates the same on all ranks? Does a
+     rank change weights by itself, such as an initialization from its data?
 [weights meet]
 bad: the weights of the ranks differ in step {first}, and are the same again in {again}
 help: Is this local SGD, which averages weights now and then? Otherwise look for a step
