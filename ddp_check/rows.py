@@ -294,9 +294,10 @@ help: {why}
 bad: on two machines it fails: {error}
 help: {hint}{why}
 [machine ranks]
-bad: not judged: two machines. It fails, and may expect two ranks on each: {error}
-help: If {{ranks}} in its arguments is the number of ranks or GPUs of a machine, pass
-     {{local_ranks}} instead. In a configuration, leave that number out.
+bad: not judged: two machines. It fails, and may be told other numbers: {error}
+help: They have one rank each. If {{ranks}} in its arguments is the number of ranks or
+     GPUs of a machine, pass {{local_ranks}} instead. Leave Lightning's devices and
+     num_nodes out of a configuration.
 [machines] samples
 ok: it trains as two ranks on one machine do
 bad: on two machines it trains differently from two ranks on one

@@ -157,6 +157,7 @@ class End:
     """The script has come to its end on this rank, or was cut off by `steps`."""
 
     failed: bool = False  # by an exception
+    looked: bool = True  # at the weights, after all that has changed them
     problems: list = dataclasses.field(
         default_factory=list
     )  # of a step that never ends

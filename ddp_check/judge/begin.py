@@ -8,8 +8,8 @@ from ddp_check.rows import line
 
 SPAWNS = "it starts its own ranks"
 # With pretended GPUs, these errors are the script's own. Others may be due to them.
-ANYWHERE = "(ModuleNotFound|Import|Syntax|Name|FileNotFound|FileExists|Permission|Key)"
-ANYWHERE += "Error|.*: error: |.*invalid device ordinal"
+ANYWHERE = "(ModuleNotFound|Import|Syntax|Name|UnboundLocal|Key|FileNotFound"
+ANYWHERE += "|FileExists|Permission)Error|.*: error: |.*invalid device ordinal"
 OF_RANKS = "by peer|mismatch|preamble"  # one has ended, or calls another collective
 
 

@@ -7,6 +7,7 @@ case to tests/check/test_judge.py. Uneven rows are an excuse, too, up to a dista
 
 import dataclasses
 import math
+import re
 from collections import Counter
 
 # How far a gradient or weights may be off, relative to their size.
@@ -90,10 +91,12 @@ class Verdict:
     @property
     def reason(self):
         """Why most of the others were excused. Uneven rows have a line of their own."""
-        reasons = Counter(one.reason for one in self.left)
-        for reason, count in reasons.most_common(1):
-            several = len(reasons) > 1
-            return f"{reason} (in {count} of these steps)" if several else reason
+        # With other numbers in it, such as those of rows, it is the same reason.
+        reasons = [one.reason for one in self.left]
+        kinds = [re.sub(r"\d+", "", reason) for reason in reasons]
+        for kind, count in Counter(kinds).most_common(1):
+            text = f" (in {count} of these steps)" if count < len(kinds) else ""
+            return reasons[kinds.index(kind)] + text
         return ""
 
     @property

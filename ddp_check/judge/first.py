@@ -81,7 +81,10 @@ def judge_run(run, parts=()):
     left_out = {*parts, *run.idle}
     pairs = [(a.number, compare.same_weights(a, b, left_out)) for a, b in zip(one, two)]
     first = next((number for number, same in pairs if not same), None)
-    again = next((number for number, same in pairs[first or 0 :] if same), None)
+    # One rank may change weights by itself after the last step. That is not looked at.
+    looked = all(of_rank.end is None or of_rank.end.looked for of_rank in run.traces)
+    later = pairs[first or 0 : None if looked else -1]
+    again = next((number for number, same in later if same), None)
     meet = first is not None and again is not None
     if trains_together(run):
         found.append(line("ok", "alone"))
@@ -115,13 +118,11 @@ def judge_run(run, parts=()):
     found.append(judge(same, "steps", "note" if joins else "WRONG", **counts))
     if any(step.sharded for step in one):
         return [*found, line("note", "sharded")], True, False
-    # A rank may change weights by itself after its last step, which is not looked at.
-    if meet and again < one[-1].number:
+    if meet:
         found.append(line("note", "weights meet", first=first, again=again))
     elif same or not joins:
-        word = "note" if meet else "WRONG"
         names = "" if first is None else differing(one[first], two[first], left_out)
-        found.append(judge(first is None, "weights", word, first=first, names=names))
+        found.append(judge(first is None, "weights", first=first, names=names))
     named = names_of(parts)
     if named:
         found.append(line("note", "parts", names=compare.listed(named)))
@@ -290,11 +291,10 @@ def judge_gradients(verdict, run, one):
             return [line("WRONG", "buffers", names=buffers, **values)]
         later = verdict.first == verdict.before > 0
         if later and "other length" in one.marks() and not different.scales:
-            reason = f"It is right before step {verdict.first}. Then a schedule may "
-            reason += "count the batches of an epoch, of which one process has more. "
-            reason += (
-                "To know it, divide the batch size by the ranks: --batch_size {32}."
-            )
+            reason = f"It is right before step {verdict.first}, and not from there on. "
+            reason += "One process has more batches in an epoch, and a schedule may "
+            reason += "count these. To know it, divide the batch size by the ranks: "
+            reason += "--batch_size {32}."
             values["left"] = verdict.steps - verdict.before
             return [line("note", "not replayed", reason=reason, **values)]
         return [line("WRONG", "later gradient" if later else "gradient", **values)]

@@ -111,7 +111,7 @@ class Gpus:
         if is_rank or not 0 <= index < count:
             of = f"{ranks} rank{'s' * (ranks != 1)}"
             where = f"on a machine with {of}, which seems to have a GPU for each"
-            if count < self._count:
+            if count < ranks:
                 where = (
                     f"with CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
                 )

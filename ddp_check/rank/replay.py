@@ -215,7 +215,8 @@ class Replay(Reference):
         if self.order == "in turn" or not any(own):
             return loss
         if not all(own):
-            text = "a loss of which a part is divided by the samples of a rank"
+            text = "a part of the loss is divided by as much as a rank has samples, "
+            text += "perhaps by chance (use another batch size)"
             self.merge.notes.problems.append(text)
             return loss
         return loss / len(self.ranks)

@@ -184,14 +184,14 @@ class Steps:
         # One rank may put averages into its model, to save them. But local SGD ends
         # with an all-reduce.
         step = self.ended
-        together = step and self.now.floats_reduced >= step.gradient_values > 0
-        self.finish(notes, look=together)
+        look = not step or self.now.floats_reduced >= step.gradient_values > 0
+        self.finish(notes, look=look)
         if self.recording:
             self.recording.close()
         if self.writer:
             failed = hasattr(sys, "last_value")
             problems = self.replay.merge.notes.problems if self.replay else []
-            self.writer.write(trace.End(failed, problems))
+            self.writer.write(trace.End(failed, look, problems))
         self.stop()
 
     def stop(self):

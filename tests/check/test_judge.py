@@ -445,7 +445,9 @@ def test_weights_that_differ():
     run = run_of(ranks_of())
     for s in run.steps[1][7:-1]:
         s.bits["last"] = -1
-    assert lines(first.judge_run(run)[0])[-1] == "note weights"
+    assert "note weights meet" in lines(first.judge_run(run)[0])
+    run.traces[0].end = End(looked=False)
+    assert lines(first.judge_run(run)[0])[-1] == "WRONG weights"
     run = run_of(ranks_of(**FLAG))
     run.steps[1][7].bits["last"] = -1
     assert lines(first.judge_run(run)[0]) == ["WRONG not called"]

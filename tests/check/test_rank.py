@@ -765,7 +765,7 @@ VISIBLE = """
 import os
 from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
 pretend_that_the_cpu_is_a_gpu(2)
-os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+os.environ |= {"CUDA_VISIBLE_DEVICES": "7", "LOCAL_WORLD_SIZE": "2"}
 assert torch.cuda.device_count() == 1
 try:
     torch.cuda.set_device(1)
