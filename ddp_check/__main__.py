@@ -233,7 +233,8 @@ def parse(arguments):
         if groups != 1:
             refuse(f"--compare {pattern}: put the number in parentheses: 'loss (\\S+)'")
     for number in re.findall(r"\{(\d+)\}", " ".join(options.arguments)):
-        for ranks in options.ranks:
+        few = options.quick or "ranks" in options.skip
+        for ranks in [2] if few else options.ranks:
             if int(number) == 0 or int(number) % ranks > 0:
                 text = f"{{{number}}} cannot be divided by {ranks} ranks"
                 refuse(f"{text}: choose a multiple, or different --ranks")

@@ -10,6 +10,11 @@ FILE_HINT = """\
 Each launch runs in a new folder: use --link or an absolute path, and let
 the script make the folders that it writes to.
 """
+MISSING = "No such file|not found|FileNotFound"
+RACE_HINT = """\
+Do all ranks make a file or a folder, or read what rank 0 writes, without
+waiting for each other?
+"""
 HINTS = {  # what helps if its traceback has this
     r"cuda:-1|but got: None": "Torchrun does not pass --local_rank: see --help.\n",
     r"/check-\w+/t\d+/": "It is in TMPDIR. Each machine has a new one here.\n",
@@ -106,10 +111,12 @@ class Run:
             last += f" in {code.strip()}"
         if self.hangs:
             last = f"it does not end within {self.timeout:.0f} s"
-        missing = re.search("No such file|not found|FileNotFound", why)
+        missing = re.search(MISSING, why)
         program = "subprocess.py" in self.said.get("errors", "")
         hints = [HINTS[cause] for cause in HINTS if re.search(cause, why)]
-        if missing and not program:
+        # The folder of an absolute path may be there.
+        path = re.search(r"'(/[^']*)'", last)
+        if missing and not program and not (path and Path(path[1]).parent.is_dir()):
             hints.append(FILE_HINT)
         values = {"error": textwrap.shorten(last, 160), "why": why}
         steps = len(self.steps[0]) if self.traces else 0

@@ -208,7 +208,7 @@ def judge_norms(run, sharded):
     elif any(a for a, _ in pairs):
         return []  # all ranks evaluate with the same ones
     else:
-        detail = "No evaluation was seen."
+        detail = "No evaluation in eval() mode was seen."
     return [line("note", "batch norm", detail=detail)]
 
 

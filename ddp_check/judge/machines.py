@@ -6,14 +6,10 @@ import re
 
 from ddp_check.judge import begin, compare
 from ddp_check.launch import TooSlow
-from ddp_check.result import FILE_HINT
+from ddp_check.result import MISSING, RACE_HINT
 from ddp_check.rows import line
 
 RANKS_HINT = "Is RANK used in place of LOCAL_RANK, or LOCAL_RANK in place of RANK?\n"
-RACE_HINT = """\
-The same command has run before. Do all ranks make a file or a folder, or
-read what rank 0 writes, without waiting for each other?
-"""
 # What Lightning says if it is told a number of GPUs for each machine
 OF_MACHINE = "devices=.*num_nodes="
 ENDINGS = ".pt", ".pth", ".tar", ".ckpt", ".bin", ".safetensors", ".pkl"
@@ -39,7 +35,7 @@ def check(launcher, report, run, answer):
         run = launcher.run("machines-gpus", machines=2, gpus=2)
     shared = None
     missing = "FileNotFound" in run.said.get("errors", "")  # or another error for it
-    missing = missing or run.words()["hint"] == FILE_HINT
+    missing = missing or re.search(MISSING, run.words()["why"])
     if not run.trained and (run.hangs or missing):
         # If each machine waits for a file of the other one, it trains in one folder.
         report.title("Two machines that share a folder")
@@ -107,7 +103,7 @@ def judge_bits(launcher, report, run, two):
     again = launcher.run("2-ranks-repeated")
     if not again.ended_well:
         finding = begin.failed(again)
-        finding.values["hint"] = RACE_HINT
+        finding.values["hint"] = f"The same command has run before. {RACE_HINT}"
         return finding
     if again.bits[0] != two.bits[0]:
         return line("note", "random", what="two machines")

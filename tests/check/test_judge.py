@@ -473,7 +473,7 @@ def test_uneven_inputs_under_join():
 
 
 NORMS = [
-    ([], [], "No evaluation was seen."),
+    ([], [], "No evaluation in eval() mode was seen."),
     ([1], [1], None),
     ([1], [2], "They evaluate with these."),
     ([1], [], "Rank 0 alone evaluates, with its own."),  # yolov5, and most
@@ -1549,6 +1549,8 @@ def test_a_hang_says_where_the_ranks_wait():
     [
         ("[Errno 2] No such file or directory: 'data.pt'", "a new folder"),
         ("[Errno 2] No such file or directory: '/x/check-a1_/t10/w.pt'", "TMPDIR"),
+        ("[Errno 2] No such file or directory: '/etc/other/w.pt'", "a new folder"),
+        ("[Errno 2] No such file or directory: '/etc/w.pt'", ""),
         ("each machine has its own localhost:12355", "the address"),
         ("LocalEntryNotFoundError: the Hub does not answer", ""),
     ],
@@ -1609,3 +1611,13 @@ def test_rooms():
         room, other = path.parent.name, {"judge": "rank", "rank": "judge"}
         banned = f"ddp_check.{other.get(room, '-')}"
         assert not [name for name in modules if name and name.startswith(banned)], path
+
+
+def test_a_number_can_be_divided_by_the_ranks_of_all_launches(tmp_path, capsys):
+    script = tmp_path / "mine.py"
+    script.touch()
+    for few in (["--quick"], ["--skip", "ranks"]):
+        assert command.parse([*few, str(script), "{10}"]).arguments == ["{10}"]
+    with pytest.raises(SystemExit):
+        command.parse([str(script), "{10}"])
+    assert "{10} cannot be divided by 4 ranks" in capsys.readouterr().err
