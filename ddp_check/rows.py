@@ -127,8 +127,8 @@ help: {share:.0%} of rank 0's samples are on rank 1, too. Is that intended, as i
 bad: not judged: whether the ranks train on different samples
 help: There is one step, or its samples come in the next ones, too; or the data set
      makes others each time; or the check sees no tensors of samples, neither in what a
-     DataLoader yields (objects of a class of their own?) nor in what a module in train()
-     mode gets.
+     DataLoader yields (objects of a class of their own?) nor in what a module in
+     train() mode gets.
 [whole epoch] samples
 bad: the ranks have samples in common in an epoch
 help: At least {share:.0%} of rank 0's first epoch is in rank 1's, too. Does each rank

@@ -125,7 +125,7 @@ def judge_resume(two, run, again, cut):
         return [line("note", "no step", what="how it continues")]
     if len(made) == len(expected) and run.name == "stop":
         return [line("LOSES", "signal")]
-    if not again.ended_well:
+    if not again.ended_well and not goes_beyond(again, len(expected) - len(made), cut):
         # It may refuse, so as to overwrite nothing.
         refuses = re.search("exists|not empty", again.words()["error"])
         word = "LOSES" if refuses and not any(again.steps) else "WRONG"
@@ -161,6 +161,15 @@ def judge_resume(two, run, again, cut):
     if count != left and not (cut and count > left):
         return [*found, line("WRONG", "no rest", made=count, left=left, detail="")]
     return found + judge_rest(two, again, done)
+
+
+def goes_beyond(again, left, cut):
+    """Whether it has trained on behind the step after which each launch is cut.
+
+    So it does if it starts from other weights, and what comes then was not seen before.
+    """
+    steps = again.steps[0]
+    return cut and bool(steps) and steps[0].place < 0 and len(steps) >= left
 
 
 def judge_rest(two, again, done):

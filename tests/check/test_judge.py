@@ -907,6 +907,12 @@ def fail(again, stopped):
     again.codes, again.said = [1], {"errors": "KeyError: 'worst'"}
 
 
+def fail_later(again, stopped):
+    """It starts from other weights."""
+    lose_weights(again, stopped)
+    fail(again, stopped)
+
+
 def refuse(again, stopped):
     fail(again, stopped)
     again.said = {"errors": "FileExistsError: File exists: 'once'"}
@@ -944,6 +950,8 @@ RESUMES = [
     ({"made": 0}, ["note no step"]),  # it has resumed from another launch's file
     ({"change": fail}, ["WRONG again"]),
     ({"change": refuse}, ["LOSES again"]),
+    ({"change": fail_later}, ["WRONG again"]),
+    ({"change": fail_later, "cut": 20}, ["WRONG begin"]),
     ({"change": end_at_once}, ["WRONG no rest"]),
     ({"change": hang}, ["WRONG stopped"]),
 ]
