@@ -232,9 +232,9 @@ def parse(arguments):
             refuse(f"--compare {pattern}: {error}")
         if groups != 1:
             refuse(f"--compare {pattern}: put the number in parentheses: 'loss (\\S+)'")
+    numbers = [2] if options.quick or "ranks" in options.skip else options.ranks
     for number in re.findall(r"\{(\d+)\}", " ".join(options.arguments)):
-        few = options.quick or "ranks" in options.skip
-        for ranks in [2] if few else options.ranks:
+        for ranks in numbers:
             if int(number) == 0 or int(number) % ranks > 0:
                 text = f"{{{number}}} cannot be divided by {ranks} ranks"
                 refuse(f"{text}: choose a multiple, or different --ranks")

@@ -296,10 +296,10 @@ help: {why}
 bad: on two machines it fails: {error}
 help: {hint}{why}
 [machine ranks]
-bad: not judged: two machines. It fails, and may be told other numbers: {error}
-help: They have one rank each. If {{ranks}} in its arguments is the number of ranks or
-     GPUs of a machine, pass {{local_ranks}} instead. Leave Lightning's devices and
-     num_nodes out of a configuration.
+bad: not judged: two machines. It fails, and may expect other numbers of ranks: {error}
+help: Here each machine has one rank. If {{ranks}} in its arguments stands for the ranks
+     or GPUs of a machine, pass {{local_ranks}} instead. In a configuration of
+     Lightning, leave out devices and num_nodes.
 [machines] samples
 ok: it trains as two ranks on one machine do
 bad: on two machines it trains differently from two ranks on one

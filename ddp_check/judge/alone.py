@@ -5,7 +5,6 @@ from collections import Counter
 
 from ddp_check.judge import begin, compare, first
 from ddp_check.judge.samples import Samples
-from ddp_check.result import RACE_HINT
 from ddp_check.rows import judge, line
 
 
@@ -25,10 +24,7 @@ def any_number_of_ranks(launcher, report, numbers, answer):
         if run.ended_well and not all(run.steps):
             report.say(line("note", "no step", what=f"{run.ranks} ranks"))
         elif not run.trained:
-            finding = begin.failed(run)
-            if finding.row == "start":
-                finding.values["hint"] = f"Two ranks have started. {RACE_HINT}"
-            report.say(finding)
+            report.say(begin.failed(run))
         elif answer.right:
             order = answer.replayed.order
             first.replay(launcher, report, run, Samples(run), order)

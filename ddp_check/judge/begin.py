@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from ddp_check.launch import TooSlow
+from ddp_check.result import RACE_HINT
 from ddp_check.rows import line
 
 SPAWNS = "it starts its own ranks"
@@ -108,7 +109,10 @@ def trains_together(run):
 
 def failed(run):
     row = "hang" if run.hangs else "fails" if any(run.steps) else "start"
-    return line("WRONG", row, **run.words())
+    finding = line("WRONG", row, **run.words())
+    if row == "start" and run.ranks > 2:
+        finding.values["hint"] = f"Two ranks have started. {RACE_HINT}"
+    return finding
 
 
 def reference(run):

@@ -101,6 +101,7 @@ class Verdict:
 
     @property
     def left(self):
+        """The steps that were excused, and that no other line explains."""
         return [one for one in self.excused if not (self.right and one.rows)]
 
 

@@ -18,8 +18,8 @@ SAME_FILES = 1e-4  # of what is saved beside them
 # What loaders say of a file of which a part is missing, or all
 CUT_OFF = "EOFError|central directory|truncated|deserializing header|JSONDecode"
 CUT_HINT = """\
-A file seems to be cut off: the kill came while it was saved. Save under
-another name in the same folder, then os.replace() the old file.
+A file seems to be cut off. Did the kill come while it was saved? Then save
+under another name in the same folder, and os.replace() the old file.
 """
 MOST_BYTES = 2**30  # of a saved file that is compared
 

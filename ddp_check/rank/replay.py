@@ -215,8 +215,8 @@ class Replay(Reference):
         if self.order == "in turn" or not any(own):
             return loss
         if not all(own):
-            text = "a part of the loss is divided by as much as a rank has samples, "
-            text += "perhaps by chance (use another batch size)"
+            text = "a part of the loss is divided by a number that may be that of a "
+            text += "rank's samples, or be the same by chance (try another batch size)"
             self.merge.notes.problems.append(text)
             return loss
         return loss / len(self.ranks)

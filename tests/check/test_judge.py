@@ -258,7 +258,9 @@ def test_one_process_that_trains_other_weights_is_not_right():
 
 def test_without_a_loader_the_rows_must_be_the_same():
     assert verdict_of(one=OFF, loads=False).wrong
-    assert "no DataLoader" in verdict_of(one=OFF | {"inputs": [9]}, loads=False).reason
+    for more in ({}, {"problems": ["What it draws is a consequence."]}):
+        one = OFF | {"inputs": [9]} | more
+        assert "no DataLoader" in verdict_of(one=one, loads=False).reason
 
 
 def test_in_turn_one_process_makes_more_micro_steps():
@@ -356,6 +358,10 @@ def test_lines_on_gradients():
     assert gradient_lines(excused) == ["note not replayed"]
     # A step that was not judged is said, once: unequal rows have their own line.
     assert gradient_lines(same + excused) == ["ok gradient", "note not replayed"]
+    widths = [Excused(f"A tensor of [{n}, 6].") for n in (3, 5)]
+    assert compare.summarize(widths).reason == "A tensor of [3, 6]."
+    reason = compare.summarize(widths + excused).reason
+    assert reason == "A tensor of [3, 6]. (in 2 of these steps)"
     uneven = [Excused("Unequal.", [2, 1], 0.1)]
     assert gradient_lines(same + uneven) == ["ok gradient", "note uneven"]
     run = run_of(ranks_of())
@@ -1336,6 +1342,9 @@ def test_two_machines():
     other = run_of(ranks_of(0), codes=[1, 1], said=said)
     found, _ = machines.judge_start(other, None, True)
     assert lines(found) == ["WRONG machines start"]
+    said = {"errors": "ValueError: You set `devices=2` and `num_nodes=2` in Lightning"}
+    other = run_of(ranks_of(0), codes=[1, 1], said=said)
+    assert lines(machines.judge_start(other, None)[0]) == ["note machine ranks"]
     assert lines(machines.judge_machines(right, Samples(right))[0]) == ["ok machines"]
     alone = run_of(ranks_of(ddp_forwards=0))
     found, unsure = machines.judge_machines(alone, Samples(right))
@@ -1574,6 +1583,11 @@ def test_an_error_of_more_ranks_says_so():
         words = run_of(ranks_of(1, ranks), codes=[1]).words()
         finding = rows.line("WRONG", "fails", **words)
         assert rows.sentences(finding)[0].startswith(start)
+    # Where two ranks have started, the folder is not to blame.
+    said = {"errors": "FileNotFoundError: 'x.pt'"}
+    for ranks, hint in ((2, "a new folder"), (4, "waiting for each other")):
+        run = run_of(ranks_of(0, ranks), codes=[1], said=said)
+        assert hint in begin.failed(run).values["hint"]
 
 
 def test_an_error_of_the_check_is_not_blamed_on_the_script():

@@ -834,6 +834,19 @@ if rank != 1:
     for tensor, all_rows in ((y, expected), (x.grad, rows.grad)):
         assert torch.allclose(tensor.transpose(0, 1).flatten(1).t(), all_rows[mine])
 """
+MASKED = """
+import os
+from ddp_check.rank.gpus import pretend_that_the_cpu_is_a_gpu
+pretend_that_the_cpu_is_a_gpu(2)
+os.environ |= {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_WORLD_SIZE": "2"}
+torch.cuda.current_device()  # as init_process_group() does
+try:
+    torch.cuda.set_device(1)
+except RuntimeError as error:
+    assert "with CUDA_VISIBLE_DEVICES=0" in str(error)
+else:
+    raise AssertionError
+"""
 HIDDEN = """
 from ddp_check.rank.float64 import cast_everything
 cast_everything(torch.float64)
@@ -942,7 +955,7 @@ def test_one_process_keeps_the_number_of_ranks():
 @pytest.mark.parametrize(
     "code",
     [
-        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE, HIDDEN, AT_ONCE),
+        *(GENERATORS, IN_FLOAT64, IN_FLOAT32, GPUS, VISIBLE, MASKED, HIDDEN, AT_ONCE),
         RANKS.format(SYNC_NORM + GATHER + DDP_INSIDE),
         WATCHED + GPU_ASKED_FOR.format("torch.accelerator.is_available()"),
         WATCHED + GPU_ASKED_FOR.format("torch.cuda.device_count()"),
